@@ -1,0 +1,21 @@
+"""The errors a user sees: each is one line that says what was seen, what was expected and what to do."""
+
+from __future__ import annotations
+
+
+class SpecrigError(Exception):
+    """Base of the errors that end a command with one line on standard error."""
+
+    exit_code = 1
+
+
+class UsageError(SpecrigError):
+    """Bad input: a flag, a file or an environment that the command cannot work with (exit code 2)."""
+
+    exit_code = 2
+
+
+class GateError(SpecrigError):
+    """A check ran and failed: a gate, a regression, a cell that does not fit (exit code 1)."""
+
+    exit_code = 1

@@ -1,0 +1,52 @@
+"""Fixtures that every suite shares."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The root of the checkout."""
+    return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def samples() -> Path:
+    """Recorded outputs of real machines and servers."""
+    return REPOSITORY / "tests" / "samples"
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir() -> Path:
+    """A folder with the real Qwen tokenizer and a chat template, built once and kept between runs."""
+    from specrig.ops.lab.model import build_tokenizer
+
+    cache = REPOSITORY / ".cache" / "tests"
+    folder = cache / "tokenizer"
+    if not (folder / "tokenizer_config.json").is_file():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as scratch:
+            built = Path(scratch) / "tokenizer"
+            build_tokenizer(built)
+            try:
+                built.rename(folder)
+            except OSError:
+                if not (folder / "tokenizer_config.json").is_file():
+                    raise
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _own_journal(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No test writes to the journal of the machine it runs on."""
+    if "SPECRIG_JOURNAL" not in os.environ:
+        monkeypatch.setenv("SPECRIG_JOURNAL", str(tmp_path_factory.getbasetemp() / "journal.jsonl"))
+    yield
