@@ -1,1 +1,1 @@
-
+"""The run folder: append, resume, lock, manifest."""
