@@ -1,0 +1,366 @@
+"""The journal of every run, and one screen at its end: what was found, what was changed, what serves where."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+name: journal
+type: notification
+author: specrig developers
+short_description: append-only journal, and a summary of one screen
+description:
+  - Appends one JSON line per start, play, changed or failed task, gate, cell and end to the journal file.
+  - Any result may carry C(specrig={found, changed, serving, gates, cells, notes}); these are collected over the whole
+    run and shown once at its end.
+  - A journal that cannot be written costs one warning line and never a play.
+requirements:
+  - enabled in C(callbacks_enabled) of ansible.cfg, or by C(ANSIBLE_CALLBACKS_ENABLED=specrig.host.journal)
+options:
+  journal_file:
+    description:
+      - Where the journal is appended to.
+      - Left out, /var/log/specrig/journal.jsonl for root, else $XDG_STATE_HOME/specrig/journal.jsonl.
+    type: str
+    env:
+      - name: SPECRIG_JOURNAL
+    ini:
+      - section: specrig
+        key: journal
+  reason:
+    description: Why this run is made; the extra variable C(specrig_reason) wins.
+    type: str
+    env:
+      - name: SPECRIG_REASON
+    ini:
+      - section: specrig
+        key: reason
+  run:
+    description: The id of this run, when a driver has chosen one.
+    type: str
+    env:
+      - name: SPECRIG_RUN
+"""
+
+import atexit
+import contextlib
+import datetime
+import getpass
+import json
+import os
+import re
+import socket
+import time
+import uuid
+from pathlib import Path
+
+from ansible import context
+from ansible.plugins.callback import CallbackBase
+
+SCHEMA = 1
+LINE_LIMIT = 1000
+SECTIONS = ("found", "changed", "serving", "gates", "cells", "notes")
+LISTED = 12
+
+
+def journal_path(configured: str | None) -> Path:
+    """Returns the journal's path by the rules of the option `journal_file`."""
+    if configured:
+        return Path(configured).expanduser()
+    if os.geteuid() == 0:
+        return Path("/var/log/specrig/journal.jsonl")
+    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(state).expanduser() / "specrig" / "journal.jsonl"
+
+
+def one_line(text: object, limit: int = LINE_LIMIT) -> str:
+    """Returns `text` on one line of at most `limit` characters."""
+    line = " ".join(str(text).split())
+    return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def append(path: Path, record: dict) -> None:
+    """Appends one line by one write and syncs it; starts on a new line after one that a crash cut off."""
+    data = (json.dumps(record, ensure_ascii=False, default=str) + "\n").encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+    try:
+        size = os.fstat(handle).st_size
+        if size and os.pread(handle, 1, size - 1) != b"\n":
+            data = b"\n" + data
+        if os.write(handle, data) != len(data):
+            raise OSError(f"only a part of a line could be written to {path}")
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def version() -> str | None:
+    """Returns the version of this collection, from the file that names it."""
+    root = Path(__file__).resolve().parent.parent
+    for candidate in (root, root.parent):
+        with contextlib.suppress(OSError):
+            match = re.search(r"^version:\s*(\S+)", (candidate / "galaxy.yml").read_text(), re.M)
+            if match:
+                return match.group(1)
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            return json.loads((candidate / "MANIFEST.json").read_text())["collection_info"]["version"]
+    return None
+
+
+def serving_line(row: dict) -> str:
+    """Returns one line for one serving row; what is unknown says so."""
+
+    def show(key: str) -> str:
+        value = row.get(key)
+        if value is None or value == []:
+            return "unknown"
+        if isinstance(value, (list, tuple)):
+            return ",".join("unknown" if item is None else str(item) for item in value)
+        return str(value)
+
+    text = (
+        f"{show('profile')}: GPU {show('gpus')} · NUMA node {show('numa_nodes')} · CPUs {show('cpus')}"
+        f" · port {show('port')}"
+    )
+    if row.get("method"):
+        text += f" · {row['method']}"
+    if row.get("status"):
+        text += f" · {row['status']}"
+    if row.get("tokens_per_s") is not None:
+        text += f" · {row['tokens_per_s']:g} tok/s"
+    if row.get("note"):
+        text += f" ({row['note']})"
+    return one_line(text, 300)
+
+
+class CallbackModule(CallbackBase):
+    CALLBACK_VERSION = 2.0
+    CALLBACK_TYPE = "notification"
+    CALLBACK_NAME = "specrig.host.journal"
+    CALLBACK_NEEDS_ENABLED = True
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._pid = os.getpid()
+        self._ended = True
+        self._broken = False
+        self._begin("")
+        atexit.register(self._at_exit)
+
+    # what a run collects
+
+    def _begin(self, playbook: str) -> None:
+        self._playbook = playbook
+        self._play = ""
+        self._started = time.monotonic()
+        self._collected = {name: [] for name in SECTIONS}
+        self._failed = []
+        self._host = None
+
+    def v2_playbook_on_start(self, playbook):
+        self._begin(os.path.basename(getattr(playbook, "_file_name", "") or ""))
+        self._path = journal_path(self.get_option("journal_file"))
+        self._run = self.get_option("run") or str(uuid.uuid4())
+        # The lock and the modules that a run starts name the same run.
+        os.environ["SPECRIG_RUN"] = self._run
+        self._reason = self._extra_var(playbook, "specrig_reason") or self.get_option("reason") or None
+        self._by = f"{os.environ.get('SUDO_USER') or _user()}@{socket.gethostname()}"
+        self._version = version()
+        self._check = bool(context.CLIARGS.get("check", False))
+        self._ended = False
+        limits = {key: context.CLIARGS.get(key) for key in ("subset", "tags", "skip_tags")}
+        self._write("start", "ok", **{key: value for key, value in limits.items() if value and value != ("all",)})
+
+    @staticmethod
+    def _extra_var(playbook, name):
+        with contextlib.suppress(Exception):
+            for play in playbook.get_plays():
+                value = play.get_variable_manager().extra_vars.get(name)
+                return str(value) if value else None
+        return None
+
+    def v2_playbook_on_play_start(self, play):
+        self._play = one_line(play.get_name(), 200)
+        self._write("play", "ok")
+
+    def v2_runner_on_ok(self, result):
+        self._result(result, "changed" if result.result.get("changed") else "ok")
+
+    def v2_runner_on_failed(self, result, ignore_errors=False):
+        self._result(result, "failed", ignored=bool(ignore_errors))
+
+    def v2_runner_on_unreachable(self, result):
+        self._result(result, "unreachable")
+
+    def _result(self, result, outcome, ignored=False):
+        with self._never_break_a_play():
+            data = result.result
+            host = result.host.get_name()
+            hidden = bool(data.get("censored") or data.get("_ansible_no_log") or result.task.no_log is True)
+            task = one_line(result.task_name, 200)
+            parts = [] if hidden else [data, *(row for row in data.get("results") or [] if isinstance(row, dict))]
+            told = self._collect(parts, host)
+            if outcome == "ok":
+                return
+            message = None if hidden else self._message(parts, outcome)
+            extra = {"ignored": True} if ignored else {}
+            if told:
+                extra["changes"] = told
+            self._write("task", outcome, host=host, task=task, message=message, **extra)
+            if outcome == "changed" and not told:
+                self._collected["changed"].append(f"{task} ({host})")
+            if outcome in ("failed", "unreachable") and not ignored:
+                self._failed.append((host, task, message or "no message (hidden by no_log)", outcome))
+
+    def _collect(self, parts, host):
+        """Takes what results carry for the summary; returns the changes told in words."""
+        told = []
+        for part in parts:
+            said = part.get("specrig")
+            if not isinstance(said, dict):
+                continue
+            for name in SECTIONS:
+                rows = said.get(name) or []
+                for row in rows if isinstance(rows, list) else [rows]:
+                    if name == "changed":
+                        told.append(one_line(row))
+                    if name == "serving":
+                        # A later look at a profile replaces an earlier one.
+                        key = (host, row.get("profile"))
+                        kept = [old for old in self._collected[name] if old[0] != key]
+                        self._collected[name] = [*kept, (key, row)]
+                    elif row not in self._collected[name]:
+                        self._collected[name].append(row if isinstance(row, dict) else one_line(row))
+                    if name == "gates":
+                        outcome = {"pass": "ok", "fail": "failed"}.get(row.get("status"), "unknown")
+                        self._write("gate", outcome, host=host, **{k: v for k, v in row.items() if k != "host"})
+                    elif name == "cells":
+                        self._write("cell", str(row.get("outcome", "ok")), host=host, cell=row)
+        return told
+
+    @staticmethod
+    def _message(parts, outcome):
+        if outcome == "changed":
+            return None
+        for part in [*parts[1:], *parts[:1]]:
+            if outcome == "failed" and not (part.get("failed") or len(parts) == 1):
+                continue
+            text = part.get("msg") or part.get("stderr") or part.get("module_stderr")
+            if text:
+                detail = part.get("stderr") or part.get("module_stderr")
+                if part.get("msg") and detail and "non-zero return code" in str(part["msg"]):
+                    text = detail
+                return one_line(text)
+        return one_line(parts[0].get("msg") or "no message")
+
+    # the end
+
+    def v2_playbook_on_stats(self, stats):
+        with self._never_break_a_play():
+            hosts = sorted(stats.processed)
+            totals = {}
+            for host in hosts:
+                for key, value in stats.summarize(host).items():
+                    totals[key] = totals.get(key, 0) + value
+            bad = totals.get("failures", 0) + totals.get("unreachable", 0)
+            outcome = "failed" if bad or not hosts else "changed" if totals.get("changed") else "ok"
+            seconds = round(time.monotonic() - self._started, 1)
+            self._end(outcome, seconds=seconds, changed=totals.get("changed", 0), hosts=hosts)
+            for line in self._summary(outcome, seconds, totals.get("changed", 0)):
+                self._display.display(line)
+
+    def _end(self, outcome, **extra):
+        if not self._ended:
+            self._ended = True
+            self._write("end", outcome, **extra)
+
+    def _at_exit(self):
+        if os.getpid() == self._pid and not self._ended:
+            with contextlib.suppress(Exception):
+                self._end("aborted", seconds=round(time.monotonic() - self._started, 1))
+
+    def _summary(self, outcome, seconds, changed):
+        word = {"failed": "FAILED", "changed": "done", "ok": "done, nothing to change"}[outcome]
+        mode = " (check mode: nothing was changed)" if self._check else ""
+        head = f"{self._playbook or 'run'}: {word}{mode} · changed={changed} · {seconds:.1f} s"
+        lines = ["", head, "=" * min(len(head), 100)]
+        rows = self._collected
+        lines += _section("found", [str(row) for row in rows["found"]])
+        lines += _section("would change" if self._check else "changed", [str(row) for row in rows["changed"]])
+        lines += _section("serving", [serving_line(row) for key, row in rows["serving"]])
+        lines += _section("cells", [_cell_line(row) for row in rows["cells"]])
+        gates = rows["gates"]
+        open_gates = [row for row in gates if row.get("status") != "pass"]
+        lines += _section("gates not passed", [_gate_line(row) for row in open_gates])
+        if gates and not open_gates:
+            lines.append(f"gates      all {len(gates)} passed")
+        lines += _section("notes", [str(row) for row in rows["notes"]])
+        lines += _section("failed", [_failure(*row) for row in self._failed])
+        lines.append(f"journal    {self._path if not self._broken else 'not written'} · run {self._run}")
+        return lines
+
+    # writing
+
+    def _write(self, event, outcome, **extra):
+        now = datetime.datetime.now(datetime.timezone.utc)
+        record = {
+            "schema": SCHEMA,
+            "at": now.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "run": self._run,
+            "event": event,
+            "playbook": self._playbook,
+            "play": self._play or None,
+            "host": None,
+            "task": None,
+            "outcome": outcome,
+            "reason": self._reason,
+            "by": self._by,
+            "version": self._version,
+            "check": self._check,
+        }
+        record.update(extra)
+        try:
+            append(self._path, record)
+        except OSError as problem:
+            if not self._broken:
+                self._broken = True
+                self._display.warning(
+                    f"the journal {self._path} could not be written ({problem.strerror or problem}):"
+                    " the play goes on without it; set SPECRIG_JOURNAL to a file you may write"
+                )
+
+    @contextlib.contextmanager
+    def _never_break_a_play(self):
+        try:
+            yield
+        except Exception as problem:
+            self._display.warning(one_line(f"the journal left something out: {type(problem).__name__}: {problem}"))
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
+
+
+def _section(title, items):
+    if not items:
+        return []
+    lines = [f"{title if i == 0 else '':<10} {item}" for i, item in enumerate(items[:LISTED])]
+    if len(title) > 10:
+        lines = [title, *(f"{'':<10} {item}" for item in items[:LISTED])]
+    if len(items) > LISTED:
+        lines.append(f"{'':<10} … and {len(items) - LISTED} more, in the journal")
+    return lines
+
+
+def _gate_line(row):
+    return one_line(f"{row.get('gate')} {row.get('subject') or row.get('profile') or ''}: {row.get('status')}: {row.get('message')}", 400)
+
+
+def _cell_line(row):
+    return one_line(f"{row.get('cell')} {row.get('profile', '')}: {row.get('state', row.get('outcome'))} {row.get('reason') or ''}", 200)
+
+
+def _failure(host, task, message, outcome):
+    return one_line(f"{host}: {task}: {'UNREACHABLE: ' if outcome == 'unreachable' else ''}{message}", 500)
