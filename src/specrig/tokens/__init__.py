@@ -1,1 +1,1 @@
-
+"""Tokenizer, exact prompts and the token budget."""

@@ -1,0 +1,60 @@
+"""What the manifest of a run folder is: everything that a reader needs to know where the numbers come from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from specrig.model.cell import Cell
+
+SCHEMA = 1
+
+
+class Engine(msgspec.Struct, frozen=True, kw_only=True):
+    """What answered. `hardware` is simulated, cpu, gpu or unknown; only gpu numbers are GPU performance."""
+
+    kind: str = "unknown"
+    time_scale: float | None = None
+    hardware: str = "unknown"
+
+
+class LaunchRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A launch as it happened; `t0_unix` is the clock origin of its records."""
+
+    launch: int
+    profile: str | None = None
+    block: int = 0
+    t0_unix: float | None = None
+    server_info: dict[str, Any] | None = None
+    gates: list[dict[str, Any]] = []
+
+
+class Skipped(msgspec.Struct, frozen=True, kw_only=True):
+    """A cell that was not run, and why."""
+
+    cell: str
+    reason: str
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """manifest.json. `label` is running, complete, aborted, failed or partial."""
+
+    schema: int = SCHEMA
+    run: str
+    name: str
+    created_at: str
+    label: str = "running"
+    sweep: dict[str, Any]
+    cells: list[Cell]
+    reason: str | None = None
+    by: str | None = None
+    versions: dict[str, Any] = {}
+    engine: Engine = Engine()
+    placements: dict[str, Any] = {}
+    host_facts: dict[str, Any] | None = None
+    launches: list[LaunchRow] = []
+    model: dict[str, Any] = {}
+    corpora: dict[str, str] = {}
+    skipped: list[Skipped] = []
+    git: dict[str, Any] | None = None
