@@ -9,7 +9,7 @@ SGLang branches. The inventory chooses, overrides or extends (``sglang_server_di
       dflash: {block_size: 8}                # change fields of the default one
       mine: {flags: [--speculative-algorithm, MINE, --nodes, "{budget}"], draft_tokens: budget+1, needs: [budget]}
 
-Placeholders in flags: ``{budget}``, ``{draft_tokens}``, ``{block_size}``, ``{draft_model}``.
+Placeholders in flags and env: ``{budget}``, ``{draft_tokens}``, ``{block_size}``, ``{draft_model}``.
 Numbers are integers or ``budget``, ``budget+N``, ``block_size``, ``block_size-N``; ``min(a, b)`` of two of them.
 """
 
@@ -81,13 +81,14 @@ TABLE = {
                 "note": "only the switch is known from the branch; check how it takes its node budget",
             },
             "pr-36196": {
-                "flags": [*_DFLASH, "--speculative-dflash-tree-width", "{budget}"],
+                "flags": [*_DFLASH, "--speculative-dflash-tree-width", "4"],
+                "env": {"SGLANG_DFLASH_MAX_NUM_NODES": "{budget}"},
                 "needs": ["draft_model", "budget"],
                 "draft_tokens": "budget+1",
                 "block_size": 16,
                 "tree_depth": "min(budget, block_size-1)",
                 "reserved_tokens": "budget+1",
-                "note": "this branch takes a width: budget stands for it here; check before comparing budgets",
+                "note": "width 4 per depth, the budget is a cap on nodes by environment; greedy only",
             },
             "fork-enable-ddtree": {
                 "flags": [
@@ -209,6 +210,17 @@ def _row(method, overrides):
     return name, chosen, row
 
 
+def _fill(flag, known, name):
+    text = str(flag)
+    for place in _PLACE.findall(text):
+        if place == "draft_model":
+            continue
+        if known.get(place) is None:
+            raise DialectError("flag %r of method %s uses {%s}, which is not set" % (text, name, place))
+        text = text.replace("{%s}" % place, str(known[place]))
+    return text
+
+
 def resolve(method, budget, overrides=None):
     """Return what a method means for the engine and for the arithmetic.
 
@@ -237,24 +249,14 @@ def resolve(method, budget, overrides=None):
     known = {"budget": budget}
     for field in ("block_size", "draft_tokens", "tree_depth", "reserved_tokens"):
         known[field] = _number(row.get(field), known, "%s of method %s" % (field, name))
-    flags = []
-    for flag in row["flags"]:
-        text = str(flag)
-        for place in _PLACE.findall(text):
-            if place == "draft_model":
-                continue
-            if known.get(place) is None:
-                raise DialectError("flag %r of method %s uses {%s}, which is not set" % (text, name, place))
-            text = text.replace("{%s}" % place, str(known[place]))
-        flags.append(text)
     return {
         "method": name,
         "dialect": dialect,
         "label": name if budget is None else "%s-b%d" % (name, budget),
         "budget": budget,
-        "flags": flags,
+        "flags": [_fill(flag, known, name) for flag in row["flags"]],
         "needs": needs,
-        "env": dict(row.get("env") or {}),
+        "env": {key: _fill(value, known, name) for key, value in sorted((row.get("env") or {}).items())},
         "draft_tokens": known["draft_tokens"],
         "block_size": known["block_size"],
         "tree_depth": known["tree_depth"],

@@ -1,14 +1,506 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which GPUs, NUMA nodes and CPUs a profile gets, and whether it really sits there."""
+"""Which GPUs, NUMA nodes and CPUs a profile gets, and whether it really sits there.
+
+``plan`` decides from what the host reports (the ``look`` of the module host_look) and from the profiles alone, so the
+same host and inventory always give the same plan. ``verify`` compares a planned profile with the processes that the
+host sees on its GPUs. Neither ever makes up a NUMA node: where the host does not know, the node is None.
+"""
 
 from __future__ import annotations
 
+import itertools
+
+from . import cpulist
+
+_LINK_COST = {"PIX": 10, "PXB": 20, "PHB": 30, "NODE": 40, "SYS": 50, "SOC": 50}
+_UNKNOWN_LINK = 50
+_MOST_GROUPS = 20000
+_IDLE_MIB = 1024
+
+
+def ids(numbers):
+    """Return a short text for GPU indices: ``1-4``; None stands for an unknown one."""
+    numbers = list(numbers)
+    known = cpulist.format([n for n in numbers if n is not None])
+    text = known if None not in numbers else ",".join(part for part in (known, "unknown") if part)
+    return text or "none"
+
+
+def nodes_text(nodes):
+    """Return ``NUMA node 0``, ``NUMA nodes 0,1`` or ``NUMA node unknown``."""
+    nodes = list(nodes)
+    distinct = sorted({n for n in nodes if n is not None})
+    texts = [str(n) for n in distinct] + (["unknown"] if None in nodes or not nodes else [])
+    return "NUMA node%s %s" % ("s" if len(texts) > 1 else "", ",".join(texts))
+
+
+def gpu_node(gpu, look):
+    """Return the NUMA node whose CPUs a GPU is close to, or None where the host does not say.
+
+    A list affinity (GB200: ``0,3-9,11-17``) names memory-only nodes too: its one member with CPUs counts.
+    """
+    with_cpus = {n["node"] for n in look.get("numa") or [] if n.get("cpu_list") or n.get("cpus")}
+    node = gpu.get("numa_node")
+    if node is not None and node >= 0 and (not with_cpus or node in with_cpus):
+        return node
+    listed = [n for n in gpu.get("numa_nodes") or [] if n is not None and n >= 0]
+    if not with_cpus:
+        return listed[0] if len(listed) == 1 else None
+    close = sorted(set(listed) & with_cpus)
+    return close[0] if len(close) == 1 else None
+
+
+def _bus_order(gpu):
+    return (gpu.get("bus_id") is None, gpu.get("bus_id") or "", gpu["index"])
+
+
+def _unusable(look, profiles):
+    """Return {gpu index: why it must not be used}."""
+    reasons = {}
+    by_gpu = {}
+    for process in look.get("processes") or []:
+        by_gpu.setdefault(process.get("gpu_index"), []).append(process)
+    listed = "processes" not in (look.get("unknown") or {})
+    for gpu in look.get("gpus") or []:
+        index = gpu["index"]
+        here = by_gpu.get(index, [])
+        ours = [p for p in here if p.get("profile") in profiles]
+        foreign = [p for p in here if p.get("profile") not in profiles]
+        if gpu.get("healthy") is False:
+            reasons[index] = "GPU %d is unhealthy (%s)" % (index, gpu.get("reason") or "no reason given")
+        elif gpu.get("mig"):
+            reasons[index] = "GPU %d is in MIG mode" % index
+        elif foreign and not ours:
+            first = foreign[0]
+            where = " in guest %s" % first["guest"] if first.get("guest") else ""
+            reasons[index] = "GPU %d is used by pid %s (%s)%s" % (
+                index,
+                first.get("pid"),
+                first.get("name") or "name unknown",
+                where,
+            )
+        elif listed and not here and (gpu.get("memory_used_mib") or 0) >= _IDLE_MIB:
+            reasons[index] = "GPU %d has %d MiB in use by no process that the host sees" % (
+                index,
+                gpu["memory_used_mib"],
+            )
+    return reasons
+
+
+def _links(look):
+    links = {}
+    for key, word in (look.get("links") or {}).items():
+        ends = tuple(sorted(int(part) for part in str(key).split("-")))
+        links[ends] = word
+    return links
+
+
+def _cost(group, links):
+    total = 0
+    for pair in itertools.combinations(sorted(group), 2):
+        word = links.get(pair)
+        if word and word.startswith("NV"):
+            total += 0
+        else:
+            total += _LINK_COST.get(word, _UNKNOWN_LINK)
+    return total
+
+
+def _closest(free, size, links):
+    """Return the group of that size with the closest links; the lowest indices where it makes no difference."""
+    free = sorted(free)
+    if not links or size in (1, len(free)):
+        return free[:size]
+    groups = itertools.islice(itertools.combinations(free, size), _MOST_GROUPS)
+    return list(min(groups, key=lambda group: (_cost(group, links), group)))
+
+
+def _whole(value, least=1):
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _choose(name, profile, gpus, nodes, free, why_not, links):
+    """Return (group, None) or (None, one line)."""
+    tp = profile.get("tp")
+    if not _whole(tp):
+        return None, "%s: tp is %r; expected a whole number of GPUs, 1 or more" % (name, tp)
+    numa = profile.get("numa") or "local"
+    if numa not in ("local", "span"):
+        return None, "%s: numa is %r; expected local or span" % (name, numa)
+    wanted = profile.get("gpus", "auto")
+    wanted = "auto" if wanted is None else wanted
+    if wanted != "auto":
+        return _explicit(name, wanted, tp, numa, gpus, nodes, free, why_not)
+    known = {}
+    for index in free:
+        known.setdefault(nodes[index], []).append(index)
+    unknown = known.pop(None, [])
+    fits = sorted((len(members), node) for node, members in known.items() if len(members) >= tp)
+    if fits:
+        return _closest(known[fits[0][1]], tp, links), None
+    avoided = "; ".join(why_not[index] for index in sorted(why_not))
+    avoided = " (avoided: %s)" % avoided if avoided else ""
+    have = ", ".join("%d on NUMA node %d" % (len(members), node) for node, members in sorted(known.items()))
+    if unknown:
+        have = ", ".join(part for part in (have, "%d on an unknown NUMA node" % len(unknown)) if part)
+    if len(free) < tp:
+        return None, "%s needs %d GPU%s, free are %d of %d%s%s; free some, or lower tp" % (
+            name,
+            tp,
+            "s" if tp > 1 else "",
+            len(free),
+            len(gpus),
+            ": " + have if free else "",
+            avoided,
+        )
+    if tp == 1:
+        return sorted(unknown)[:1], None
+    if numa == "span":
+        return _closest(free, tp, links), None
+    if unknown:
+        return None, (
+            "%s needs %d GPUs of one NUMA node, but the host does not say which node %s on: %s free%s; "
+            "set numa: span in the profile to accept that, or give the VM its NUMA topology"
+            % (
+                name,
+                tp,
+                "GPUs %s are" % ids(unknown) if len(unknown) > 1 else "GPU %s is" % ids(unknown),
+                have,
+                avoided,
+            )
+        )
+    return None, (
+        "%s needs %d GPUs of one NUMA node, free are %s%s; set numa: span in the profile to accept crossing, "
+        "or lower tp" % (name, tp, have, avoided)
+    )
+
+
+def _explicit(name, wanted, tp, numa, gpus, nodes, free, why_not):
+    if not isinstance(wanted, (list, tuple)) or not all(_whole(index, 0) for index in wanted):
+        return None, "%s: gpus is %r; expected auto or a list of GPU indices as the host counts them" % (name, wanted)
+    group = sorted(set(wanted))
+    if len(group) != len(wanted):
+        return None, "%s: gpus %r names a GPU twice; name each once" % (name, list(wanted))
+    if len(group) != tp:
+        return None, "%s: gpus names %d (%s) but tp is %d; make them equal" % (name, len(group), ids(group), tp)
+    missing = [index for index in group if index not in gpus]
+    if missing:
+        return None, "%s: GPUs %s asked for, the host has %s; correct gpus" % (name, ids(missing), ids(gpus))
+    blocked = [index for index in group if index not in free]
+    if blocked:
+        return None, "%s: GPUs %s asked for, not free are %s (%s); free them, or use gpus: auto" % (
+            name,
+            ids(group),
+            ids(blocked),
+            "; ".join(why_not.get(index, "GPU %d is taken" % index) for index in blocked),
+        )
+    there = {nodes[index] for index in group}
+    if numa != "span" and tp > 1 and (len(there) > 1 or None in there):
+        where = ", ".join("%d on %s" % (index, "node %s" % _or_unknown(nodes[index])) for index in group)
+        return None, (
+            "%s: GPUs %s are on %s (%s), expected one known node; choose GPUs of one node, or set numa: span"
+            % (name, ids(group), nodes_text(there), where)
+        )
+    return group, None
+
+
+def _or_unknown(node):
+    return "unknown" if node is None else str(node)
+
+
+def _cores(numa_row):
+    """Return the node's CPUs grouped by core, in order; a CPU without known siblings is its own core."""
+    cpus = list(numa_row.get("cpu_list") or [])
+    if not cpus and numa_row.get("cpus"):
+        cpus = cpulist.parse(numa_row["cpus"])
+    left = set(cpus)
+    cores = []
+    for text in numa_row.get("siblings") or []:
+        core = [cpu for cpu in cpulist.parse(text) if cpu in left]
+        left -= set(core)
+        if core:
+            cores.append(core)
+    cores += [[cpu] for cpu in sorted(left)]
+    return sorted(cores)
+
+
+def _cut(items, parts):
+    """Cut a list into consecutive parts as even as can be."""
+    return [items[i * len(items) // parts : (i + 1) * len(items) // parts] for i in range(parts)]
+
+
+def _flat(cores):
+    return sorted(cpu for core in cores for cpu in core)
+
+
+class _NodeCpus:
+    """How the CPUs of one node are shared out: per profile, and to the load client."""
+
+    def __init__(self, row, node_gpus, serving, benchmarks, take_over):
+        """Share out one node.
+
+        Args:
+            row: the node, of the look.
+            node_gpus: indices of all GPUs of the node.
+            serving: names of the serve profiles with a GPU here, in order.
+            benchmarks: names of the other profiles with a GPU here; one of them runs at a time.
+            take_over: the serve profiles stand still while a benchmark runs.
+        """
+        self.node = row["node"]
+        self.cores = _cores(row)
+        self.gpus = sorted(node_gpus)
+        self.by_gpu = None
+        self.shared = False
+        slices = len(self.gpus) + 1
+        claims = len(serving) + bool(benchmarks) + 1
+        if len(self.cores) >= slices:
+            parts = _cut(self.cores, slices)
+            self.by_gpu = dict(zip(self.gpus, parts))
+            self.client = _flat(parts[-1])
+            return
+        if len(self.cores) >= claims:
+            parts = _cut(self.cores, claims)
+            shares = dict(zip(serving, parts))
+            for name in benchmarks:
+                shares[name] = self.cores[: -len(parts[-1])] if take_over else parts[-2]
+        else:
+            self.shared = True
+            parts = [self.cores[:-1], self.cores[-1:]] if len(self.cores) > 1 else [self.cores, self.cores]
+            shares = dict.fromkeys([*serving, *benchmarks], parts[0])
+        self.shares = {name: _flat(part) for name, part in shares.items()}
+        self.client = _flat(parts[-1])
+
+    def of(self, name, group):
+        if self.by_gpu is not None:
+            return _flat(core for gpu in group if gpu in self.by_gpu for core in self.by_gpu[gpu])
+        return self.shares[name]
+
 
 def plan(look, profiles, reserved=(), take_over=False, guest_gpus=None):
-    """Return {"profiles": {...}, "refused": {...}, "client_cpus": list text, "notes": [...]}."""
-    raise NotImplementedError
+    """Place every profile, or say in one line why not.
+
+    Profiles with ``serve: true`` come first, in the order in which they are declared, GPUs named explicitly before
+    ``gpus: auto``; no GPU is given to two of them. The others (benchmarks) are placed one at a time against what is
+    left, since only one of them runs at a time. ``gpus: auto`` takes the node with the fewest free suitable GPUs that
+    still holds the group, and there the closest links. A group crosses nodes only with ``numa: span``.
+
+    CPUs: each GPU of a node owns an equal slice of the node's cores and the load client one more, so that the CPUs of
+    a profile do not change when another profile is added. With fewer cores than that, the profiles at hand and the
+    client share them out; with fewer still, they share them all and ``notes`` says so.
+
+    Args:
+        look: facts of the host (host_look).
+        profiles: mapping of name to profile (tp, gpus, numa, serve), in declared order.
+        reserved: GPU indices to leave alone.
+        take_over: place the benchmark profiles as if no ``serve`` profile were running.
+        guest_gpus: host indices of the GPUs that the guest has; None means all.
+
+    Returns:
+        dict: ``profiles`` (name to gpus, bus_ids, minors, guest_gpus as the guest counts, numa_nodes, cpus,
+        memory_nodes, numa, memory_policy, cpus_shared; cpus is None where the node is unknown), ``refused`` (name to
+        one line), ``client_cpus`` (list text, None where no CPU is known), ``notes``.
+    """
+    gpus = {gpu["index"]: gpu for gpu in look.get("gpus") or []}
+    nodes = {index: gpu_node(gpu, look) for index, gpu in gpus.items()}
+    links = _links(look)
+    why_not = _unusable(look, profiles)
+    for index in reserved:
+        why_not.setdefault(index, "GPU %d is reserved" % index)
+    if guest_gpus is not None:
+        for index in gpus:
+            if index not in guest_gpus:
+                why_not.setdefault(index, "GPU %d is not given to the guest" % index)
+    usable = set(gpus) - set(why_not)
+    refused, groups, taken = {}, {}, {}
+    nothing = (look.get("unknown") or {}).get("gpus")
+
+    def attempt(name, free, reasons):
+        profile = profiles[name]
+        if not isinstance(profile, dict):
+            refused[name] = "%s: the profile is %r; expected a mapping" % (name, profile)
+            return
+        if not gpus:
+            refused[name] = "%s: the host reports no GPU%s; run recover.yml, then specrig topology" % (
+                name,
+                " (%s)" % nothing if nothing else "",
+            )
+            return
+        group, line = _choose(name, profile, gpus, nodes, free, reasons, links)
+        if group is None:
+            refused[name] = line
+        else:
+            groups[name] = group
+
+    serving = [name for name, profile in profiles.items() if isinstance(profile, dict) and profile.get("serve")]
+    serving.sort(key=lambda name: profiles[name].get("gpus", "auto") in ("auto", None))
+    for name in serving:
+        reasons = dict(why_not)
+        reasons.update({i: "GPU %d is planned for %s" % (i, owner) for i, owner in taken.items()})
+        attempt(name, usable - set(taken), reasons)
+        taken.update(dict.fromkeys(groups.get(name, ()), name))
+    blocked = {} if take_over else {i: "GPU %d serves %s" % (i, owner) for i, owner in taken.items()}
+    for name in profiles:
+        if name not in serving:
+            attempt(name, usable - set(blocked), {**why_not, **blocked})
+
+    planned, client, notes = _with_cpus(look, nodes, groups, serving, take_over)
+    visible = sorted(gpus.values(), key=_bus_order)
+    if guest_gpus is not None:
+        visible = [gpu for gpu in visible if gpu["index"] in guest_gpus]
+    position = {gpu["index"]: place for place, gpu in enumerate(visible)}
+    policy = {row["node"]: row.get("memory_policy") for row in look.get("numa") or []}
+    for name, group in groups.items():
+        there = [nodes[index] for index in group]
+        distinct = sorted({node for node in there if node is not None})
+        answers = {policy.get(node) for node in distinct} or {None}
+        row = planned[name]
+        row.update(
+            gpus=group,
+            bus_ids=[gpus[index].get("bus_id") for index in group],
+            minors=[gpus[index].get("minor") for index in group],
+            guest_gpus=[position[index] for index in group],
+            numa_nodes=distinct if None not in there else [*distinct, None],
+            memory_nodes=distinct if None not in there else [],
+            numa="local" if len(distinct) + (None in there) == 1 else "span",
+            memory_policy=False if False in answers else (None if None in answers else True),
+        )
+    return {
+        "profiles": {name: planned[name] for name in profiles if name in planned},
+        "refused": {name: refused[name] for name in profiles if name in refused},
+        "client_cpus": client,
+        "notes": notes,
+    }
+
+
+def _with_cpus(look, nodes, groups, serving, take_over):
+    """Return ({name: {cpus, cpus_shared}}, client CPU list text or None, notes)."""
+    shares = {}
+    for row in look.get("numa") or []:
+        if _cores(row):
+            here = [name for name in groups if any(nodes[index] == row["node"] for index in groups[name])]
+            shares[row["node"]] = _NodeCpus(
+                row,
+                [index for index, node in nodes.items() if node == row["node"]],
+                [name for name in here if name in serving],
+                [name for name in here if name not in serving],
+                take_over,
+            )
+    result = {}
+    for name, group in groups.items():
+        there = sorted({nodes[index] for index in group if nodes[index] in shares})
+        whole = all(nodes[index] in shares for index in group)
+        cpus = sorted(cpu for node in there for cpu in shares[node].of(name, group))
+        result[name] = {
+            "cpus": cpulist.format(cpus) if whole and cpus else None,
+            "cpus_shared": any(shares[node].shared for node in there),
+        }
+    notes = [
+        "NUMA node %d has too few CPU cores (%d) for its profiles and the load client: they share them"
+        % (share.node, len(share.cores))
+        for share in shares.values()
+        if share.shared
+    ]
+    client = {cpu for share in shares.values() for cpu in share.client}
+    return result, cpulist.format(client) or None, notes
 
 
 def verify(planned_profile, look, profile_name):
-    """Return the placement gate's row for one profile."""
-    raise NotImplementedError
+    """Return the placement gate's row: where the host sees the profile's processes, against the plan.
+
+    ``fail`` where a GPU, node or CPU differs from the plan or nothing runs, ``unknown`` where the host cannot tell.
+    """
+    gpus = {gpu["index"]: gpu for gpu in look.get("gpus") or []}
+    expected_gpus = list((planned_profile or {}).get("gpus") or [])
+    expected_nodes = list((planned_profile or {}).get("numa_nodes") or [])
+    processes = [p for p in look.get("processes") or [] if p.get("profile") == profile_name]
+    seen_gpus = sorted({p["gpu_index"] for p in processes if p.get("gpu_index") is not None})
+    seen_all = [gpu_node(gpus[i], look) if i in gpus else None for i in seen_gpus]
+    seen_nodes = sorted({n for n in seen_all if n is not None}) + ([None] if None in seen_all else [])
+    others = sorted(
+        p["pid"]
+        for p in look.get("processes") or []
+        if p.get("gpu_index") in expected_gpus and p.get("profile") != profile_name and p.get("pid") is not None
+    )
+    visible = sorted({p["visible"] for p in processes if p.get("visible")})
+    row = {
+        "gate": "placement",
+        "subject": profile_name,
+        "profile": profile_name,
+        "status": "unknown",
+        "seen": {
+            "gpus": seen_gpus,
+            "numa_nodes": seen_nodes,
+            "pids": sorted(p["pid"] for p in processes if p.get("pid") is not None),
+            "cpus": sorted({p["cpus_allowed"] for p in processes if p.get("cpus_allowed")}),
+            "visible": visible,
+            "others": others,
+        },
+        "expected": {
+            "gpus": expected_gpus,
+            "numa_nodes": expected_nodes,
+            "cpus": (planned_profile or {}).get("cpus"),
+            "numa": (planned_profile or {}).get("numa") or "local",
+        },
+        "message": "",
+    }
+    unit = "specrig-sglang@%s.service" % profile_name
+    status, message = _judge(row, planned_profile, processes, seen_gpus, seen_nodes, gpus, look, unit)
+    if others and status != "fail":
+        message += "; also on these GPUs: pid %s of somebody else" % ", ".join(str(pid) for pid in others)
+    row["status"], row["message"] = status, "%s: %s" % (profile_name, message)
+    return row
+
+
+def _judge(row, planned, processes, seen_gpus, seen_nodes, gpus, look, unit):
+    expected = row["expected"]
+    if not planned or not expected["gpus"]:
+        return "fail", "no placement is planned for it; correct the profile (specrig topology shows what is there)"
+    plan_text = "planned GPUs %s (%s)" % (ids(expected["gpus"]), nodes_text(expected["numa_nodes"]))
+    reason = (look.get("unknown") or {}).get("processes")
+    if reason:
+        return "unknown", "the host cannot list GPU processes (%s); %s; repair nvidia-smi and look again" % (
+            reason,
+            plan_text,
+        )
+    if not processes:
+        used = [i for i in expected["gpus"] if (gpus.get(i, {}).get("memory_used_mib") or 0) >= _IDLE_MIB]
+        unlisted = [i for i in used if not any(p.get("gpu_index") == i for p in look.get("processes") or [])]
+        if unlisted:
+            return "unknown", (
+                "memory is in use on GPUs %s but the host lists no process there; %s; "
+                "look for orphans with fuser -v /dev/nvidia*" % (ids(unlisted), plan_text)
+            )
+        return "fail", "none of its processes is on any GPU, %s; is %s running?" % (plan_text, unit)
+    if any(p.get("gpu_index") is None for p in processes):
+        return "unknown", "the GPU of some of its processes is not known; %s; run specrig topology" % plan_text
+    seen_text = "ranks run on GPUs %s (%s)" % (ids(seen_gpus), nodes_text(seen_nodes))
+    if row["seen"]["visible"]:
+        seen_text += " with CUDA_VISIBLE_DEVICES=%s" % " and ".join(row["seen"]["visible"])
+    if seen_gpus != sorted(expected["gpus"]):
+        crossing = ""
+        if len(seen_nodes) > 1 and expected["numa"] != "span":
+            crossing = ", so the group crosses NUMA nodes"
+        return "fail", "%s, %s%s; stop %s and start it by recover.yml" % (seen_text, plan_text, crossing, unit)
+    if expected["numa"] != "span" and len(seen_nodes) > 1:
+        return "fail", "%s, which crosses NUMA nodes, %s; plan it again by recover.yml" % (seen_text, plan_text)
+    known = [n for n in seen_nodes if n is not None]
+    if [n for n in expected["numa_nodes"] if n is not None] != known and expected["numa_nodes"]:
+        return "fail", "%s, %s; the topology has changed: plan it again by recover.yml" % (seen_text, plan_text)
+    wrong = _wrong_cpus(row, planned, known, look)
+    if wrong:
+        return "fail", "%s as planned, but %s; start %s by recover.yml" % (seen_text, wrong, unit)
+    return "pass", "%s as planned" % seen_text
+
+
+def _wrong_cpus(row, planned, known_nodes, look):
+    """Return what is wrong with the CPUs that the ranks may run on, or None."""
+    if not planned.get("cpus"):
+        return None
+    of_nodes = {cpu for n in look.get("numa") or [] if n["node"] in known_nodes for cpu in _flat(_cores(n))} | set(
+        cpulist.parse(planned["cpus"])
+    )
+    for text in row["seen"]["cpus"]:
+        away = [cpu for cpu in cpulist.parse(text) if cpu not in of_nodes]
+        if away:
+            return "may run on CPUs %s, planned CPUs %s (%s)" % (text, planned["cpus"], nodes_text(known_nodes))
+    return None

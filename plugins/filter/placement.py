@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Filters over the pure planning functions: no decision is made in Jinja."""
+
+from __future__ import annotations
+
+from ansible.errors import AnsibleFilterError
+
+from ..module_utils import dialects, placement
+
+
+def plan_placement(look, profiles, reserved=(), take_over=False, guest_gpus=None):
+    """Place all profiles on the host that was looked at; see ``placement.plan``."""
+    if not isinstance(look, dict) or not isinstance(profiles, dict):
+        raise AnsibleFilterError("plan_placement: expected the look of host_look and a mapping of profiles")
+    return placement.plan(look, dict(profiles), tuple(reserved), bool(take_over), guest_gpus)
+
+
+def engine_command(profile, model_path, host="127.0.0.1", overrides=None):
+    """Return the arguments after the engine's own command; see ``dialects.command``."""
+    try:
+        return dialects.command(dict(profile), model_path, host, dict(overrides or {}))
+    except dialects.DialectError as error:
+        raise AnsibleFilterError(str(error)) from error
+
+
+def resolve_method(profile, overrides=None):
+    """Return the method's facts (label, env, draft tokens, reserved tokens); see ``dialects.resolve``."""
+    try:
+        return dialects.resolve(profile.get("method"), profile.get("budget"), dict(overrides or {}))
+    except dialects.DialectError as error:
+        raise AnsibleFilterError(str(error)) from error
+
+
+def verify_placement(planned_profile, look, profile_name):
+    """Return the placement gate's row; see ``placement.verify``."""
+    return placement.verify(planned_profile, look, profile_name)
+
+
+class FilterModule:
+    def filters(self):
+        return {
+            "plan_placement": plan_placement,
+            "engine_command": engine_command,
+            "resolve_method": resolve_method,
+            "verify_placement": verify_placement,
+        }

@@ -1,0 +1,524 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a profile's systemd unit should be, and how what runs differs from it.  Pure: text and dictionaries only."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+from . import cpulist, dialects
+
+UNIT_PREFIX = "specrig-sglang@"
+TEMPLATE_NAME = UNIT_PREFIX + ".service"
+DROPIN_NAME = "specrig.conf"
+HEADER = "# Written by the role specrig.host.sglang_server; changes here are undone by the next run."
+
+# A profile's name is a systemd instance name and a file name, and must need no escaping as either.
+_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
+_ENV_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
+_PLAIN_WORD = re.compile(r"^[A-Za-z0-9_@%+=:,./-]+$")
+_SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSW|CREDENTIAL)", re.IGNORECASE)
+_OWNED_DIRECTIVES = frozenset(
+    [
+        "ExecStart",
+        "Environment",
+        "EnvironmentFile",
+        "UnsetEnvironment",
+        "PassEnvironment",
+        "CPUAffinity",
+        "AllowedCPUs",
+        "NUMAPolicy",
+        "NUMAMask",
+        "User",
+        "Group",
+        "RootDirectory",
+        "DeviceAllow",
+        "DevicePolicy",
+        "PrivateDevices",
+    ]
+)
+_SECRET_ARGUMENTS = frozenset(["--api-key", "--admin-api-key", "--ssl-keyfile-password"])
+
+DEFAULT_UNIT = {
+    "user": "specrig",
+    "group": "specrig",
+    "config_dir": "/etc/specrig/profiles",
+    "start_timeout_s": 900,
+    "stop_timeout_s": 60,
+    "restart": "on-failure",
+    "restart_delay_s": 10,
+    "restart_limit": 3,
+}
+
+
+class ServingError(ValueError):
+    """One line: what was seen, what was expected, what to do."""
+
+
+def unit_name(profile):
+    """``tp4`` -> ``specrig-sglang@tp4.service``."""
+    return "{0}{1}.service".format(UNIT_PREFIX, profile)
+
+
+def profile_of(unit):
+    """The profile of one of our units, or None for any other unit name."""
+    if unit and unit.startswith(UNIT_PREFIX) and unit.endswith(".service"):
+        return unit[len(UNIT_PREFIX) : -len(".service")] or None
+    return None
+
+
+def check_name(profile):
+    """Raises ServingError for a name that can't be a systemd instance and a file name."""
+    if not isinstance(profile, str) or not _NAME.match(profile):
+        raise ServingError(
+            "profile name {0!r} can't be used: expected letters, digits, '.', '_' and '-', at most 64, "
+            "starting with a letter or digit; rename it in sglang_server_profiles".format(profile)
+        )
+
+
+def check_profiles(profiles):
+    """Problems of a profile table that no single profile shows: bad names, one port given twice (list of lines)."""
+    problems = []
+    ports = {}
+    for name in profiles:
+        try:
+            check_name(name)
+        except ServingError as error:
+            problems.append(str(error))
+        port = profiles[name].get("port")
+        if not isinstance(port, int) or isinstance(port, bool) or not 1 <= port <= 65535:
+            problems.append("profile {0}: port is {1!r}, expected a number from 1 to 65535".format(name, port))
+        elif port in ports:
+            problems.append(
+                "profiles {0} and {1} both have port {2}: give each its own".format(ports[port], name, port)
+            )
+        else:
+            ports[port] = name
+    return problems
+
+
+# ---- rendering -------------------------------------------------------------------------------------------------
+
+
+def quote_exec(word):
+    """One word of an ExecStart line; ``%`` and ``$`` are literal."""
+    if "\n" in word or "\0" in word:
+        raise ServingError("an engine argument holds a line break or NUL: {0!r}".format(word))
+    text = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
+    return text if _PLAIN_WORD.match(text) else '"{0}"'.format(text)
+
+
+def render_env(env):
+    """Text of an EnvironmentFile, sorted by name."""
+    lines = [HEADER]
+    for name in sorted(env):
+        value = str(env[name])
+        if not _ENV_NAME.match(name):
+            raise ServingError("environment variable name {0!r}: expected letters, digits and '_' only".format(name))
+        if "\n" in value or "\0" in value:
+            raise ServingError("environment variable {0} holds a line break or NUL".format(name))
+        if value and _PLAIN_WORD.match(value):
+            lines.append("{0}={1}".format(name, value))
+        else:
+            escaped = re.sub(r'([\\"`$])', r"\\\1", value)
+            lines.append('{0}="{1}"'.format(name, escaped))
+    return "\n".join(lines) + "\n"
+
+
+def parse_env(text):
+    """An EnvironmentFile as rendered above, back to a dictionary."""
+    env = {}
+    for line in text.splitlines():
+        line = line.strip()
+        if not line or line[0] in "#;" or "=" not in line:
+            continue
+        name, value = line.split("=", 1)
+        if len(value) > 1 and value[0] == value[-1] == '"':
+            value = re.sub(r"\\(.)", r"\1", value[1:-1])
+        env[name.strip()] = value
+    return env
+
+
+def render_template(unit=None):
+    """Text of ``specrig-sglang@.service``.  A profile's drop-in adds ExecStart: an unknown profile can't start."""
+    settings = dict(DEFAULT_UNIT)
+    settings.update(unit or {})
+    return (
+        """{header}
+[Unit]
+Description=SGLang server for profile %i
+Documentation=https://docs.sglang.ai/
+After=network.target
+StartLimitIntervalSec={limit_s}
+StartLimitBurst={restart_limit}
+
+[Service]
+Type=exec
+User={user}
+Group={group}
+EnvironmentFile={config_dir}/%i.env
+WorkingDirectory=/var/lib/specrig
+StateDirectory=specrig
+CacheDirectory=specrig
+# exec only reports that the program was started; that it answers is polled with a real completion.
+TimeoutStartSec={start_timeout_s}
+TimeoutStopSec={stop_timeout_s}
+KillMode=control-group
+Restart={restart}
+RestartSec={restart_delay_s}
+LimitMEMLOCK=infinity
+LimitNOFILE=1048576
+TasksMax=infinity
+OOMPolicy=stop
+UMask=0027
+
+# Hardening as far as a GPU engine allows. Left out, each for a reason: PrivateDevices and ProtectClock imply
+# DeviceAllow and take the GPU away; MemoryDenyWriteExecute breaks run-time compilation; ProtectProc and ProcSubset
+# mount a new /proc and hide what is bind-mounted over it; RemoveIPC would delete the other servers' shared memory.
+NoNewPrivileges=yes
+CapabilityBoundingSet=
+AmbientCapabilities=
+ProtectSystem=strict
+ProtectHome=yes
+PrivateTmp=yes
+ProtectKernelTunables=yes
+ProtectKernelModules=yes
+ProtectKernelLogs=yes
+ProtectControlGroups=yes
+ProtectHostname=yes
+RestrictSUIDSGID=yes
+RestrictRealtime=yes
+RestrictNamespaces=yes
+RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK
+LockPersonality=yes
+SystemCallArchitectures=native
+
+[Install]
+WantedBy=multi-user.target
+"""
+    ).format(header=HEADER, limit_s=int(settings["restart_delay_s"]) * int(settings["restart_limit"]) * 10, **settings)
+
+
+def render_dropin(plan):
+    """Text of a profile's ``specrig.conf``: what it runs and where."""
+    lines = [HEADER, "[Service]", "ExecStart="]
+    words = [quote_exec(word) for word in plan["argv"]]
+    lines.append("ExecStart=" + " ".join(words))
+    if plan.get("cpus"):
+        lines.append("CPUAffinity=" + plan["cpus"].replace(",", " "))
+    if plan.get("memory_policy") is True and plan.get("memory_nodes"):
+        lines.append("NUMAPolicy=bind")
+        lines.append("NUMAMask=" + ",".join(str(node) for node in plan["memory_nodes"]))
+    else:
+        lines.append("# memory policy not applied: " + memory_policy_reason(plan))
+    return "\n".join(lines) + "\n"
+
+
+def memory_policy_reason(plan):
+    """Why a unit has no NUMAPolicy, in words for the file and the summary; empty where it has one."""
+    if plan.get("memory_policy") is True and plan.get("memory_nodes"):
+        return ""
+    if not plan.get("memory_nodes"):
+        return "the NUMA node of its GPUs is unknown"
+    if plan.get("memory_policy") is False:
+        return "the kernel refuses it for node {0} here".format(",".join(str(node) for node in plan["memory_nodes"]))
+    return "whether the kernel accepts it could not be told"
+
+
+# ---- the plan --------------------------------------------------------------------------------------------------
+
+
+def plan_unit(name, profile, placed, settings):
+    """The unit of one profile.
+
+    Args:
+        name: the profile's name.
+        profile: its row of ``sglang_server_profiles``.
+        placed: its row of the placement plan.
+        settings: ``engine`` (``sglang_server_engine``), ``dialects`` (overrides), ``model_root`` (folder of the models
+            in the guest), ``listen`` (address), ``start_timeout_s``, ``engine_id`` (names the installed engine: another
+            one means that the server has to be restarted).
+    """
+    engine = settings["engine"]
+    check_name(name)
+    command = [str(word) for word in engine.get("command") or []]
+    if not command or not command[0].startswith("/"):
+        raise ServingError(
+            "sglang_server_engine.command is {0!r}: expected a list that starts with an absolute path".format(
+                engine.get("command")
+            )
+        )
+    try:
+        method = dialects.resolve(profile["method"], profile.get("budget"), settings.get("dialects"))
+        argv = command + dialects.command(
+            dict(profile, name=name, extra_args=[]),
+            "{0}/{1}".format(settings["model_root"].rstrip("/"), profile.get("model")),
+            settings.get("listen") or "127.0.0.1",
+            settings.get("dialects"),
+        )
+    except dialects.DialectError as error:
+        raise ServingError("profile {0}: {1}".format(name, error)) from None
+    except KeyError as error:
+        raise ServingError(
+            "profile {0} has no {1}; set it in sglang_server_profiles".format(name, error.args[0])
+        ) from None
+    if engine.get("kind") == "sim" and engine.get("time_scale") is not None:
+        argv += ["--sim-time-scale", str(engine["time_scale"])]
+    # The profile's own arguments stand last, so they win.
+    for words in (engine.get("extra_args"), profile.get("extra_args")):
+        argv += [str(word).replace("{profile}", name) for word in words or []]
+    env = {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_VISIBLE_DEVICES": ",".join(str(index) for index in placed["guest_gpus"]),
+        "HOME": "/var/lib/specrig",
+        "PYTHONUNBUFFERED": "1",
+        # setproctitle otherwise overwrites the environment area, and /proc/PID/environ could not be compared.
+        "SPT_NOENV": "1",
+        "SPECRIG_PROFILE": name,
+    }
+    if settings.get("engine_id"):
+        env["SPECRIG_ENGINE"] = settings["engine_id"]
+    for source in (engine.get("env") or {}, method["env"], profile.get("env") or {}):
+        for key in source:
+            if key in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+                raise ServingError(
+                    "profile {0}: env sets {1}, which the placement decides; use gpus: [...] of the profile".format(
+                        name, key
+                    )
+                )
+            env[key] = str(source[key])
+    return {
+        "name": name,
+        "unit": unit_name(name),
+        "method": method["label"],
+        "speculative": bool(method["draft_tokens"] is None or method["draft_tokens"] > 0),
+        "argv": argv,
+        "env": env,
+        "serve": bool(profile.get("serve")),
+        "port": int(profile["port"]),
+        "model": profile["model"],
+        "served_model_name": str(profile.get("served_model_name") or profile["model"]),
+        "tp": int(profile["tp"]),
+        "context_length": profile.get("context_length"),
+        "gpus": list(placed["gpus"]),
+        "guest_gpus": list(placed["guest_gpus"]),
+        "numa_nodes": list(placed["numa_nodes"]),
+        "numa": placed.get("numa", profile.get("numa", "local")),
+        "cpus": placed.get("cpus") or None,
+        "memory_nodes": list(placed.get("memory_nodes") or []),
+        "memory_policy": placed.get("memory_policy"),
+        "start_timeout_s": int(profile.get("start_timeout_s") or settings.get("start_timeout_s") or 900),
+        "simulated": engine.get("kind") == "sim",
+    }
+
+
+def summary_row(plan, status, tokens_per_s=None, note=""):
+    """The row of the end-of-run screen."""
+    notes = [note] if note else []
+    if plan.get("simulated"):
+        notes.append("simulated")
+    if plan.get("numa") == "span":
+        notes.append("spans nodes as its profile says")
+    if memory_policy_reason(plan):
+        notes.append("memory policy not applied")
+    return {
+        "profile": plan["name"],
+        "gpus": plan["gpus"],
+        "numa_nodes": plan["numa_nodes"],
+        "cpus": plan["cpus"],
+        "port": plan["port"],
+        "method": plan["method"],
+        "tokens_per_s": tokens_per_s,
+        "status": status,
+        "note": "; ".join(notes),
+    }
+
+
+# ---- comparing -------------------------------------------------------------------------------------------------
+
+
+def mask_env(env):
+    """The same environment with secret values replaced by a short hash, so that they can be shown and compared."""
+    return {name: _mask(value) if _SECRET.search(name) else value for name, value in env.items()}
+
+
+def mask_argv(argv):
+    """The same words with the value after a secret option replaced by a short hash."""
+    shown = []
+    for index, word in enumerate(argv):
+        option, equals, value = word.partition("=")
+        if index and argv[index - 1] in _SECRET_ARGUMENTS:
+            shown.append(_mask(word))
+        elif equals and option in _SECRET_ARGUMENTS:
+            shown.append(option + "=" + _mask(value))
+        else:
+            shown.append(word)
+    return shown
+
+
+def _mask(value):
+    return "sha256:" + hashlib.sha256(value.encode("utf-8", "surrogateescape")).hexdigest()[:12]
+
+
+def differences(plan, process):
+    """How a running main process differs from the plan.
+
+    Args:
+        plan: a unit plan.
+        process: ``{pid, environ: {..}|None, cmdline: [..]|None, cpus_allowed: [ints]|None}``, secrets masked; None =
+            it could not be read.
+
+    Returns:
+        ``(different, unknown)``: lines that ask for a restart, and lines on what could not be compared.
+    """
+    different = []
+    unknown = []
+    environ = process.get("environ")
+    wanted = mask_env(plan["env"])
+    if environ is None:
+        unknown.append("the environment of pid {0} can't be read".format(process.get("pid")))
+    else:
+        for name in sorted(wanted):
+            seen = environ.get(name)
+            if seen != wanted[name]:
+                different.append("{0} is {1}, planned {2}".format(name, _shown(seen), _shown(wanted[name])))
+    cmdline = process.get("cmdline")
+    argv = mask_argv(plan["argv"])
+    if not cmdline:
+        unknown.append("the command line of pid {0} can't be read".format(process.get("pid")))
+    elif not _same_command(cmdline, argv):
+        different.append("command line: " + _argv_difference(cmdline, argv))
+    allowed = process.get("cpus_allowed")
+    wanted_cpus = set(cpulist.parse(plan.get("cpus") or ""))
+    if wanted_cpus:
+        if allowed is None:
+            unknown.append("the CPUs of pid {0} can't be read".format(process.get("pid")))
+        elif not set(allowed) <= wanted_cpus:
+            extra = sorted(set(allowed) - wanted_cpus)
+            different.append("may run on CPUs {0} outside the planned {1}".format(cpulist.format(extra), plan["cpus"]))
+    return different, unknown
+
+
+def _shown(value):
+    return "not set" if value is None else repr(value)
+
+
+def _same_command(cmdline, argv):
+    # A script's own interpreter stands before it: [python, /path/script, args...].
+    return cmdline == argv or cmdline[1:] == argv or cmdline[2:] == argv
+
+
+def _argv_difference(cmdline, argv):
+    tail = argv[1:]
+    start = 0
+    for offset in range(3):
+        if cmdline[offset : offset + 1] == argv[:1]:
+            start = offset + 1
+            break
+    seen = cmdline[start:]
+    for index in range(max(len(seen), len(tail))):
+        have = seen[index] if index < len(seen) else None
+        want = tail[index] if index < len(tail) else None
+        if have != want:
+            before = tail[index - 1] + ": " if 0 < index <= len(tail) else ""
+            return "{0}has {1}, planned {2}".format(before, _shown(have), _shown(want))
+    return "started by {0}, planned {1}".format(" ".join(cmdline[:1]), argv[0])
+
+
+def foreign_directives(text):
+    """Directives in somebody else's drop-in that would override what the plan decides: ``[(name, value)]``."""
+    found = []
+    section = ""
+    for line in text.splitlines():
+        line = line.strip()
+        if line.startswith("["):
+            section = line
+        elif section == "[Service]" and "=" in line and line[0] not in "#;":
+            name, value = line.split("=", 1)
+            if name.strip() in _OWNED_DIRECTIVES:
+                found.append((name.strip(), value.strip()))
+    return found
+
+
+def foreign_message(profile, path, directives):
+    """The line for a drop-in that overrides the plan."""
+    shown = (
+        ", ".join("{0}={1}".format(name, value) for name, value in directives if value)
+        or directives[0][0] + "= (reset)"
+    )
+    return "{0}: {1} sets {2} over the planned unit; remove that file, or put the setting into the profile".format(
+        profile, path, shown
+    )
+
+
+def decide(plan, unit, process, want_running):
+    """What to do with a unit: ``("keep"|"start"|"restart"|"stop"|"none", reasons, unknown)``.
+
+    ``unit`` is ``{active, sub, main_pid, ...}`` or None where systemd doesn't know it. A changed file alone restarts
+    nothing: only what the running process shows does.
+    """
+    active = (unit or {}).get("active", "inactive")
+    if not want_running:
+        if active in ("active", "activating", "reloading", "deactivating"):
+            return "stop", ["it is running and is not wanted"], []
+        return "none", [], []
+    if active in ("active", "reloading") and process is not None:
+        different, unknown = differences(plan, process)
+        if different:
+            return "restart", different, unknown
+        return "keep", [], unknown
+    if active == "activating":
+        return "restart", ["it is restarting over and over ({0})".format((unit or {}).get("sub", "activating"))], []
+    if active == "failed":
+        return "start", ["it has failed ({0})".format((unit or {}).get("result") or "no result")], []
+    return "start", ["it is not running"], []
+
+
+# ---- device and completion gates -------------------------------------------------------------------------------
+
+ENODEV_NAMES = ("ENXIO", "ENODEV")
+
+
+def judge_open(path, seen, simulated):
+    """Whether an open of a device node by the service user is right.
+
+    Args:
+        path: the node.
+        seen: ``{"kind": "char|file|missing|...", "error": None or the errno's name}``.
+        simulated: the inventory declares the simulated driver: none answers, permission is all there is to test.
+
+    Returns:
+        ``(status, text)``.
+    """
+    kind = seen.get("kind")
+    error = seen.get("error")
+    if kind == "missing":
+        return "fail", "{0} is not there; add it to the guest's configuration (run recover)".format(path)
+    if kind == "file":
+        return (
+            "fail",
+            "{0} is an empty regular file, not a device: its source was missing when the guest started".format(path),
+        )
+    if kind != "char":
+        return "fail", "{0} is a {1}, expected a character device".format(path, kind)
+    if error is None:
+        return "pass", "{0} opens".format(path)
+    if error == "EPERM":
+        return "fail", "{0}: EPERM, the guest's device rules do not allow it (run recover)".format(path)
+    if error == "EACCES":
+        return "fail", "{0}: EACCES, its owner and mode keep the service user out".format(path)
+    if error in ENODEV_NAMES:
+        if simulated:
+            return "pass", "{0}: permitted, no driver behind it (simulated)".format(path)
+        return "fail", "{0}: {1}, permitted but no driver answers; load the driver on the host".format(path, error)
+    return "fail", "{0}: {1}".format(path, error)
+
+
+def verdict(rows, allow_unknown=()):
+    """Lines for gates that are not passed, worst first; an empty list means go."""
+    lines = []
+    for status in ("fail", "unknown"):
+        for row in rows:
+            if row.get("status") == status and not (status == "unknown" and row.get("gate") in allow_unknown):
+                lines.append("{0} {1} {2}: {3}".format(status, row.get("gate"), row.get("subject"), row.get("message")))
+    return lines
