@@ -467,8 +467,10 @@ def decide(plan, unit, process, want_running):
         if different:
             return "restart", different, unknown
         return "keep", [], unknown
+    if active == "activating" and (unit or {}).get("sub") != "auto-restart":
+        return "keep", [], ["it was being started when it was looked at"]
     if active == "activating":
-        return "restart", ["it is restarting over and over ({0})".format((unit or {}).get("sub", "activating"))], []
+        return "restart", ["it ended and waits for its automatic restart"], []
     if active == "failed":
         return "start", ["it has failed ({0})".format((unit or {}).get("result") or "no result")], []
     return "start", ["it is not running"], []

@@ -1,0 +1,357 @@
+#!/usr/bin/python
+# SPDX-License-Identifier: Apache-2.0
+"""Converge the units of all profiles in one step."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: serving_state
+short_description: Converge the systemd units of SGLang profiles in a guest
+description:
+  - Writes the unit template, each profile's environment and drop-in, enables what serves, and starts, restarts or stops
+    units, all at once and without waiting for them. M(specrig.host.engine_ready) waits.
+  - Restarts a server only when the process that runs differs from the plan.
+options:
+  state:
+    description:
+      - V(present) converges every profile with C(serve=true), starts it, and stops servers that a killed benchmark left.
+      - V(started) converges and starts the profiles of O(names) alone; V(stopped) stops them.
+    type: str
+    choices: [present, started, stopped]
+    default: present
+  names:
+    description: The profiles that V(started) and V(stopped) are about.
+    type: list
+    elements: str
+    default: []
+  profiles:
+    description: The profile table, C(sglang_server_profiles).
+    type: dict
+    required: true
+  placement:
+    description: What the filter P(specrig.host.plan_placement#filter) planned.
+    type: dict
+    default: {}
+  look:
+    description: What M(specrig.host.serving_look) saw.
+    type: dict
+    required: true
+  settings:
+    description:
+      - C(engine), C(dialects), C(model_root), C(listen), C(start_timeout_s), C(engine_id) and C(unit) (user, group,
+        stop_timeout_s, restart, restart_delay_s, restart_limit, config_dir).
+    type: dict
+    required: true
+author: specrig developers (@specrig)
+attributes:
+  check_mode:
+    description: Says what would be done.
+    support: full
+  diff_mode:
+    description: Shows the files' differences, secret values as a hash.
+    support: full
+"""
+
+EXAMPLES = r"""
+- name: Serve what the inventory says
+  specrig.host.serving_state:
+    profiles: "{{ sglang_server_profiles }}"
+    placement: "{{ plan }}"
+    look: "{{ serving.look }}"
+    settings: {engine: "{{ sglang_server_engine }}", model_root: /srv/models}
+"""
+
+RETURN = r"""
+plans:
+  description: The unit plans of the profiles that were converged, by name.
+  returned: success
+  type: dict
+targets:
+  description: The plans that should answer now, for M(specrig.host.engine_ready).
+  returned: success
+  type: list
+  elements: dict
+started:
+  description: Profiles that were started or restarted (in check mode, that would be).
+  returned: success
+  type: list
+  elements: str
+specrig:
+  description: Lines for the end-of-run summary.
+  returned: success
+  type: dict
+"""
+
+import os
+import subprocess
+import tempfile
+
+from ansible.module_utils.basic import AnsibleModule
+
+from ..module_utils import serving
+
+SYSTEM = "/etc/systemd/system"
+
+
+class Files:
+    """The files to write, with their differences."""
+
+    def __init__(self, check):
+        self.check = check
+        self.changed = []
+        self.diff = []
+
+    def want(self, path, text, mode, secret=False):
+        before = read_text(path)
+        right_mode = before is not None and (os.stat(path).st_mode & 0o777) == mode
+        if before == text and right_mode:
+            return False
+        self.changed.append(path)
+        shown = [masked(value) if secret else value for value in (before or "", text)]
+        self.diff.append({"before_header": path, "after_header": path, "before": shown[0], "after": shown[1]})
+        if not self.check:
+            write(path, text, mode)
+        return True
+
+
+def masked(text):
+    env = serving.mask_env(serving.parse_env(text))
+    return "".join("{0}={1}\n".format(name, env[name]) for name in sorted(env))
+
+
+def read_text(path):
+    try:
+        with open(path, encoding="utf-8") as handle:
+            return handle.read()
+    except OSError:
+        return None
+
+
+def write(path, text, mode):
+    folder = os.path.dirname(path)
+    os.makedirs(folder, mode=0o755, exist_ok=True)
+    handle, scratch = tempfile.mkstemp(dir=folder, prefix=".specrig-")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            os.fchmod(stream.fileno(), mode)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.rename(scratch, path)
+    except BaseException:
+        os.unlink(scratch)
+        raise
+
+
+def systemctl(module, *words):
+    try:
+        done = subprocess.run(
+            ["systemctl"] + list(words),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            check=False,
+            timeout=300,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        module.fail_json(msg="systemctl {0}: {1}".format(" ".join(words), error))
+    if done.returncode:
+        output = done.stdout.decode("utf-8", "replace").strip().replace("\n", "; ")
+        module.fail_json(msg="systemctl {0} failed: {1}".format(" ".join(words), output))
+
+
+def dropin_folders(name):
+    """Every folder whose drop-ins systemd applies to a profile's unit, most specific last."""
+    folders = []
+    for root in ("/usr/lib/systemd/system", "/run/systemd/system", SYSTEM):
+        for unit in ("service", serving.UNIT_PREFIX[:-1] + "@.service", serving.unit_name(name)):
+            folders.append("{0}/{1}.d".format(root, unit))
+    folders.append("/run/systemd/system.control/{0}.d".format(serving.unit_name(name)))
+    folders.append("/etc/systemd/system.control/{0}.d".format(serving.unit_name(name)))
+    return folders
+
+
+def foreign_lines(name):
+    """Lines about drop-ins that are not ours and override what the plan decides."""
+    ours = "{0}/{1}.d/{2}".format(SYSTEM, serving.unit_name(name), serving.DROPIN_NAME)
+    lines = []
+    for folder in dropin_folders(name):
+        try:
+            entries = sorted(os.listdir(folder))
+        except OSError:
+            continue
+        for entry in entries:
+            path = os.path.join(folder, entry)
+            if not entry.endswith(".conf") or path == ours:
+                continue
+            directives = serving.foreign_directives(read_text(path) or "")
+            if directives:
+                lines.append(serving.foreign_message(name, path, directives))
+    return lines
+
+
+def plan_all(module, names):
+    """``(plans, problem lines)`` of the named profiles."""
+    params = module.params
+    placed = params["placement"].get("profiles") or {}
+    refused = params["placement"].get("refused") or {}
+    plans = {}
+    problems = []
+    for name in names:
+        if name not in params["profiles"]:
+            problems.append(
+                "profile {0} is not in sglang_server_profiles; there are: {1}".format(
+                    name, ", ".join(sorted(params["profiles"])) or "none"
+                )
+            )
+        elif name in refused:
+            problems.append("{0}: {1}".format(name, refused[name]))
+        elif name not in placed:
+            problems.append("{0}: its placement is unknown until the host's GPUs can be seen".format(name))
+        else:
+            try:
+                plans[name] = serving.plan_unit(name, params["profiles"][name], placed[name], params["settings"])
+            except serving.ServingError as error:
+                problems.append(str(error))
+    return plans, problems
+
+
+def leftovers(params):
+    """Benchmark profiles whose server runs although no benchmark does."""
+    if params["look"].get("benchmarks"):
+        return []
+    units = params["look"].get("units") or {}
+    return sorted(
+        name
+        for name, row in params["profiles"].items()
+        if not row.get("serve")
+        and (units.get(name) or {}).get("active") in ("active", "activating", "reloading", "deactivating")
+    )
+
+
+def write_files(files, template_settings, plans):
+    """Names of the profiles whose files changed; ``*`` for the template."""
+    changed = []
+    config = template_settings.get("config_dir") or serving.DEFAULT_UNIT["config_dir"]
+    if files.want(os.path.join(SYSTEM, serving.TEMPLATE_NAME), serving.render_template(template_settings), 0o644):
+        changed.append("*")
+    for name, plan in plans.items():
+        env_path = "{0}/{1}.env".format(config, name)
+        dropin = "{0}/{1}.d/{2}".format(SYSTEM, plan["unit"], serving.DROPIN_NAME)
+        env_changed = files.want(env_path, serving.render_env(plan["env"]), 0o600, secret=True)
+        if files.want(dropin, serving.render_dropin(plan), 0o644) or env_changed:
+            changed.append(name)
+    return changed
+
+
+def main():
+    module = AnsibleModule(
+        argument_spec={
+            "state": {"type": "str", "default": "present", "choices": ["present", "started", "stopped"]},
+            "names": {"type": "list", "elements": "str", "default": []},
+            "profiles": {"type": "dict", "required": True},
+            "placement": {"type": "dict", "default": {}},
+            "look": {"type": "dict", "required": True},
+            "settings": {"type": "dict", "required": True},
+        },
+        supports_check_mode=True,
+    )
+    params = module.params
+    state = params["state"]
+    units = params["look"].get("units") or {}
+    processes = params["look"].get("processes") or {}
+    found, changed, notes = [], [], []
+
+    table_problems = serving.check_profiles(params["profiles"])
+    if table_problems:
+        module.fail_json(msg="; ".join(table_problems))
+
+    served = [name for name, row in params["profiles"].items() if row.get("serve")]
+    names = served if state == "present" else params["names"]
+    plans, problems = ({}, []) if state == "stopped" else plan_all(module, names)
+    stop = sorted(params["names"]) if state == "stopped" else leftovers(params) if state == "present" else []
+    if problems and not module.check_mode:
+        module.fail_json(msg="; ".join(problems))
+    notes += problems
+
+    overridden = [line for name in plans for line in foreign_lines(name)]
+    if overridden and not module.check_mode:
+        module.fail_json(msg="; ".join(overridden), specrig={"found": overridden})
+    found += overridden
+
+    files = Files(module.check_mode)
+    if state != "stopped":
+        touched = write_files(files, params["settings"].get("unit") or {}, plans)
+        for name in touched:
+            known = name == "*" or (units.get(name) or {}).get("load") == "loaded"
+            what = "the unit template" if name == "*" else "the unit of " + name
+            changed.append("{0} {1}".format("rewrote" if known and units else "wrote", what))
+    reload_needed = bool(files.changed) or any((units.get(name) or {}).get("need_reload") for name in plans)
+
+    start, restart = [], []
+    for name, plan in plans.items():
+        action, reasons, unknown = serving.decide(plan, units.get(name), processes.get(name), True)
+        notes += ["{0}: {1}".format(name, line) for line in unknown]
+        if action in ("start", "restart"):
+            (start if action == "start" else restart).append(name)
+            found.append("{0}: {1}".format(name, "; ".join(reasons)))
+            changed.append("{0} {1}".format("restarted" if action == "restart" else "started", name))
+    stop = [
+        name
+        for name in stop
+        if serving.decide({}, units.get(name), None, False)[0] == "stop"
+        or (units.get(name) or {}).get("active") == "failed"
+    ]
+    for name in stop:
+        if state == "present":
+            found.append("{0}: a benchmark left its server running".format(name))
+        changed.append("stopped {0}".format(name))
+
+    enable = [name for name in plans if plans[name]["serve"] and (units.get(name) or {}).get("enabled") != "enabled"]
+    disable = []
+    if state == "present":
+        disable = sorted(
+            name
+            for name, unit in units.items()
+            if unit.get("enabled") == "enabled" and name in params["profiles"] and name not in served
+        )
+        strays = sorted(
+            name for name in units if name not in params["profiles"] and units[name].get("active") == "active"
+        )
+        found += ["{0}: it runs and is not in sglang_server_profiles; left alone".format(name) for name in strays]
+    changed += ["enabled {0} at boot".format(name) for name in enable]
+    changed += ["disabled {0} at boot".format(name) for name in disable]
+
+    if not module.check_mode:
+        if reload_needed:
+            systemctl(module, "daemon-reload")
+        if stop:
+            systemctl(module, "stop", *[serving.unit_name(name) for name in stop])
+            systemctl(module, "reset-failed", serving.UNIT_PREFIX + "*.service")
+        for verb, which in (("enable", enable), ("disable", disable)):
+            if which:
+                systemctl(module, "--quiet", verb, *[serving.unit_name(name) for name in which])
+        fresh = [name for name in start + restart if (units.get(name) or {}).get("load") == "loaded"]
+        if fresh:
+            # A start limit that was hit earlier would refuse this start.
+            systemctl(module, "reset-failed", *[serving.unit_name(name) for name in fresh])
+        for verb, which in (("restart", restart), ("start", start)):
+            if which:
+                systemctl(module, "--no-block", verb, *[serving.unit_name(name) for name in which])
+
+    targets = [dict(plan, fresh=name in start or name in restart) for name, plan in plans.items()]
+    for target in targets:
+        target["env"] = serving.mask_env(target["env"])
+        target["argv"] = serving.mask_argv(target["argv"])
+    module.exit_json(
+        changed=bool(changed) or bool(files.changed),
+        diff=files.diff,
+        plans={target["name"]: target for target in targets},
+        targets=targets,
+        started=start + restart,
+        stopped=stop,
+        specrig={"found": found, "changed": changed, "notes": notes},
+    )
+
+
+if __name__ == "__main__":
+    main()
