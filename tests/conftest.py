@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,8 +44,7 @@ def tokenizer_dir() -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _own_journal(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _own_journal(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test writes to the journal of the machine it runs on."""
     if "SPECRIG_JOURNAL" not in os.environ:
         monkeypatch.setenv("SPECRIG_JOURNAL", str(tmp_path_factory.getbasetemp() / "journal.jsonl"))
-    yield

@@ -95,7 +95,12 @@ def _installed() -> Iterator[tuple[str, Path]]:
         name = str(entry)
         if name.startswith("..") or name.endswith(".pyc") or "__pycache__" in name:
             continue
-        if name.split("/")[0].endswith(".dist-info") and entry.name in ("RECORD", "INSTALLER", "REQUESTED", "direct_url.json"):
+        if name.split("/")[0].endswith(".dist-info") and entry.name in (
+            "RECORD",
+            "INSTALLER",
+            "REQUESTED",
+            "direct_url.json",
+        ):
             continue
         yield name, Path(str(entry.locate()))
 

@@ -76,7 +76,9 @@ def inventory_path(given: str | None) -> Path:
     if "/" not in given and (embedded / given).is_dir():
         return embedded / given
     names = ", ".join(sorted(entry.name for entry in embedded.iterdir() if entry.is_dir()))
-    raise UsageError(f"inventory {given!r} is not a path here and not an embedded one ({names}); give the path of yours")
+    raise UsageError(
+        f"inventory {given!r} is not a path here and not an embedded one ({names}); give the path of yours"
+    )
 
 
 def environment() -> dict[str, str]:
@@ -176,7 +178,7 @@ def _collect(event: dict[str, Any], result: PlayResult) -> None:
             if isinstance(rows, list):
                 result.specrig.setdefault(name, []).extend(rows)
         result.results[str(data.get("task", ""))] = outcome
-    if kind != "runner_on_ok" and kind != "runner_item_on_ok" and not data.get("ignore_errors"):
+    if kind not in ("runner_on_ok", "runner_item_on_ok") and not data.get("ignore_errors"):
         message = " ".join(str(outcome.get("msg", "no message")).split())
         result.failures.append(f"{data.get('host', '?')}: {data.get('task', '?')}: {message}")
 
@@ -202,7 +204,7 @@ class _Interrupts:
     def overdue(self) -> bool:
         return self._deadline is not None and time.monotonic() > self._deadline
 
-    def _arrived(self, number: int, frame: FrameType | None) -> None:
+    def _arrived(self, _number: int, _frame: FrameType | None) -> None:
         self.count += 1
         if self.count > 1:
             self._deadline = 0.0

@@ -1,0 +1,101 @@
+"""The performance claims, measured: whole processes in wall seconds, the stream client as ratios within one run.
+
+Absolute seconds move from machine to machine; each claim stands beside its limit, and each comparison is made between
+two things measured one after the other here and now. Exit code 1 where a limit is not met.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SPECRIG = [sys.executable, "-m", "specrig.cli"]
+
+
+def timed(command: list[str], repeat: int) -> list[float]:
+    """Wall seconds of a whole process, several times, after one warm-up run."""
+    seconds = []
+    for round_number in range(repeat + 1):
+        started = time.perf_counter()
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False)
+        if done.returncode != 0:
+            raise SystemExit(f"bench: {' '.join(command)} ended with {done.returncode}: {done.stderr.strip()[-400:]}")
+        if round_number:
+            seconds.append(time.perf_counter() - started)
+    return seconds
+
+
+def show(rows: list[dict[str, object]], name: str, seconds: list[float] | None, limit: float, note: str = "") -> None:
+    """Print one claim and keep it."""
+    row: dict[str, object] = {"claim": name, "limit_s": limit, "note": note, "median_s": None, "met": None}
+    if seconds:
+        row |= {"median_s": statistics.median(seconds), "min_s": min(seconds), "max_s": max(seconds)}
+        row["met"] = statistics.median(seconds) <= limit
+        verdict = "met" if row["met"] else "NOT MET"
+        print(f"{name:<44} {statistics.median(seconds):7.3f} s  (limit {limit:g} s, {len(seconds)} runs)  {verdict}")
+    else:
+        print(f"{name:<44} not measured: {note}")
+    rows.append(row)
+
+
+def one_request(rows: list[dict[str, object]], repeat: int) -> None:
+    """A load run of one request against the simulated engine, as a whole process."""
+    from specrig.ops.lab.model import build_tokenizer
+    from specrig.sim.testing import running_sim
+
+    with tempfile.TemporaryDirectory() as scratch:
+        tokenizer = ROOT / ".cache" / "tests" / "tokenizer"
+        if not (tokenizer / "tokenizer_config.json").is_file():
+            tokenizer = Path(scratch) / "tokenizer"
+            build_tokenizer(tokenizer)
+        sweep = Path(scratch) / "one.yml"
+        sweep.write_text(
+            "name: one\nmodel: Qwen3.6-27B\napi: sglang\nbaseline: autoregressive\nlaunches: 1\n"
+            "workloads: [{name: one, prompts: questions, prompt_tokens: 256, output_tokens: 4, concurrency: 1, requests: 1}]\n"
+        )
+        with running_sim(model_path=tokenizer) as sim:
+            seconds = []
+            for number in range(repeat + 1):
+                command = [*SPECRIG, "load", str(sweep), "--url", sim.url, "--tokenizer", str(tokenizer)]
+                started = time.perf_counter()
+                subprocess.run([*command, "--out", f"{scratch}/run{number}", "--json"], check=True, capture_output=True)
+                if number:
+                    seconds.append(time.perf_counter() - started)
+    show(rows, "specrig load, one request, whole process", seconds, 1.0)
+
+
+def recovery(rows: list[dict[str, object]], repeat: int) -> None:
+    """An unchanged recovery of the lab, where one is up and provisioned."""
+    state = subprocess.run([*SPECRIG, "lab", "status", "--json"], capture_output=True, text=True, check=False)
+    up = state.returncode == 0 and json.loads(state.stdout or "{}").get("host", {}).get("running", False)
+    command = ["ansible-playbook", "-i", "inventory/lab", "playbooks/recover.yml"]
+    note = "" if up else "no lab is up; run make demo first"
+    show(rows, "an unchanged recovery of the lab", timed(command, repeat) if up else None, 8.0, note)
+
+
+def main() -> int:
+    """Measure everything; write the figures as JSON too where asked."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--json", metavar="FILE", help="write the figures here too")
+    arguments = parser.parse_args()
+    rows: list[dict[str, object]] = []
+    show(rows, "specrig --help", timed([*SPECRIG, "--help"], arguments.repeat), 0.3)
+    one_request(rows, arguments.repeat)
+    recovery(rows, min(arguments.repeat, 3))
+    print("\nthe stream client against httpx, in one run:")
+    client = subprocess.run([sys.executable, "bench/load_client.py"], cwd=ROOT, check=False)
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps({"schema": 1, "claims": rows}, indent=2) + "\n")
+    return 1 if client.returncode or any(row["met"] is False for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

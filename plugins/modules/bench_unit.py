@@ -1,0 +1,264 @@
+#!/usr/bin/python
+# SPDX-License-Identifier: Apache-2.0
+"""Run one launch's cells in a transient unit of the guest, and wait for it."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: bench_unit
+short_description: Run the cells of one launch in a transient systemd unit, and wait for it
+description:
+  - Starts a program under C(systemd-run) and waits for its end. The unit belongs to the guest's service manager, so it
+    outlives the connection and the controller; when the module is called again while the unit still runs, it waits for
+    that one instead of starting another.
+  - With O(state=absent) it stops the units of a run with SIGINT, so that the program can keep what it has, and waits.
+options:
+  run:
+    description: The run's id; part of the unit's name.
+    type: str
+    required: true
+  launch:
+    description: Number of the launch. Needed with O(state=finished).
+    type: int
+  argv:
+    description: The program and its arguments. Needed with O(state=finished).
+    type: list
+    elements: str
+  folder:
+    description: The run folder; cells.jsonl in it tells what was finished.
+    type: path
+    required: true
+  user:
+    description: Who the program runs as.
+    type: str
+    default: specrig
+  cpus:
+    description: CPU list that the program may use; empty means any.
+    type: str
+    default: ""
+  timeout_s:
+    description: The longest to wait for the program's end, in seconds.
+    type: int
+    default: 86400
+  state:
+    description: Run to the end, or make sure that nothing of the run is running.
+    type: str
+    choices: [finished, absent]
+    default: finished
+author: specrig developers
+attributes:
+  check_mode:
+    support: full
+    description: Says what would be started or stopped.
+"""
+
+EXAMPLES = r"""
+- name: Run the cells of launch 3
+  specrig.host.bench_unit:
+    run: "{{ decode_bench_run }}"
+    launch: 3
+    folder: /var/lib/specrig/runs/nightly-1
+    argv: [/opt/specrig/venv/bin/specrig, load, sweep.yml, --url, "http://127.0.0.1:31001", --out, /var/lib/specrig/runs/nightly-1]
+"""
+
+RETURN = r"""
+exit_status:
+  description: The program's exit code, or null where it is not known.
+  type: int
+  returned: always
+cells:
+  description: Rows of cells.jsonl that this launch wrote.
+  type: list
+  elements: dict
+  returned: always
+log:
+  description: The last lines that the program wrote.
+  type: list
+  elements: str
+  returned: always
+stopped:
+  description: Units that were stopped.
+  type: list
+  elements: str
+  returned: with state absent
+"""
+
+import json
+import os
+import re
+import time
+
+from ansible.module_utils.basic import AnsibleModule
+
+PREFIX = "specrig-bench-"
+
+
+def unit_stem(run):
+    """A run id as part of a unit's name: only characters that need no escaping."""
+    return PREFIX + re.sub(r"[^A-Za-z0-9_.]", "_", run)
+
+
+def properties(module, unit, names):
+    """Properties of a unit as systemctl shows them."""
+    argv = ["systemctl", "show", unit] + ["-p" + name for name in names]
+    _rc, out, _err = module.run_command(argv)
+    return dict(line.split("=", 1) for line in out.splitlines() if "=" in line)
+
+
+def running(module, unit):
+    return properties(module, unit, ["ActiveState"]).get("ActiveState") in (
+        "active",
+        "activating",
+        "deactivating",
+        "reloading",
+    )
+
+
+def units_of(module, stem):
+    _rc, out, _err = module.run_command(
+        ["systemctl", "list-units", "--all", "--plain", "--no-legend", "--full", stem + "-*.service"]
+    )
+    return [line.split()[0] for line in out.splitlines() if line.split()]
+
+
+def wait_for_end(module, unit, seconds):
+    """Poll with growing pauses until the unit has ended; False where it has not in time."""
+    deadline = time.monotonic() + seconds
+    pause = 0.1
+    while running(module, unit):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(pause * 1.5, 1.0)
+    return True
+
+
+def finished_cells(folder, launch):
+    """The last row of each cell that this launch wrote; a cut-off line is passed over."""
+    rows = {}
+    try:
+        with open(os.path.join(folder, "cells.jsonl"), "rb") as file:
+            for line in file:
+                try:
+                    row = json.loads(line.decode("utf-8"))
+                except ValueError:
+                    continue
+                if row.get("launch") == launch:
+                    rows[row.get("cell")] = row
+    except OSError:
+        return []
+    return list(rows.values())
+
+
+def log_lines(module, unit, count=25):
+    _rc, out, _err = module.run_command(["journalctl", "-u", unit, "-n", str(count), "-o", "cat", "--no-pager"])
+    return out.splitlines()
+
+
+def start(module, unit, status_file):
+    parameters = module.params
+    argv = [
+        "systemd-run",
+        "--unit=" + unit,
+        "--collect",
+        "--quiet",
+        "--description=specrig: launch {0} of {1}".format(parameters["launch"], parameters["run"]),
+        "--uid=" + parameters["user"],
+        "--property=KillMode=mixed",
+        "--property=KillSignal=SIGINT",
+        "--property=TimeoutStopSec=60",
+        "--property=NoNewPrivileges=yes",
+        "--property=ProtectSystem=strict",
+        "--property=ProtectHome=yes",
+        "--property=ReadWritePaths=" + parameters["folder"],
+        "--property=LimitNOFILE=1048576",
+        # $EXIT_STATUS is set by the service manager for ExecStopPost; the unit itself is collected when it ends.
+        "--property=ExecStopPost=+/bin/sh -c 'echo $EXIT_STATUS >{0}'".format(status_file),
+    ]
+    if parameters["cpus"]:
+        argv.append("--property=CPUAffinity=" + parameters["cpus"].replace(",", " "))
+    rc, _out, err = module.run_command(argv + ["--"] + parameters["argv"])
+    if rc:
+        module.fail_json(
+            msg="the unit {0} could not be started: {1}; see journalctl -u {0} in the guest".format(unit, err.strip())
+        )
+
+
+def read_status(path):
+    try:
+        with open(path) as file:
+            return int(file.read().strip())
+    except (OSError, ValueError):
+        return None
+
+
+def run_to_end(module):
+    parameters = module.params
+    for name in ("launch", "argv"):
+        if parameters[name] in (None, []):
+            module.fail_json(msg="{0} is needed with state=finished".format(name))
+    unit = "{0}-{1}.service".format(unit_stem(parameters["run"]), parameters["launch"])
+    if module.check_mode:
+        module.exit_json(changed=True, exit_status=None, cells=[], log=[], unit=unit)
+    os.makedirs("/run/specrig", exist_ok=True)
+    status_file = "/run/specrig/{0}.exit".format(unit)
+    attached = running(module, unit)
+    if not attached:
+        if os.path.exists(status_file):
+            os.unlink(status_file)
+        start(module, unit, status_file)
+    ended = wait_for_end(module, unit, parameters["timeout_s"])
+    status = read_status(status_file)
+    cells = finished_cells(parameters["folder"], parameters["launch"])
+    result = {"changed": True, "exit_status": status, "cells": cells, "unit": unit, "attached": attached}
+    result["log"] = log_lines(module, unit)
+    result["specrig"] = {
+        "cells": [
+            {
+                key: cell.get(key)
+                for key in ("cell", "profile", "workload", "state", "reason", "requests", "ok", "wall_s")
+            }
+            for cell in cells
+        ]
+    }
+    if not ended:
+        module.fail_json(
+            msg="{0} still ran after {1} s; it goes on in the guest: wait for it with the same command, or stop it with "
+            "specrig runs abort {2}".format(unit, parameters["timeout_s"], parameters["run"]),
+            **result,
+        )
+    module.exit_json(**result)
+
+
+def stop_all(module):
+    found = units_of(module, unit_stem(module.params["run"]))
+    active = [unit for unit in found if running(module, unit)]
+    if active and not module.check_mode:
+        module.run_command(["systemctl", "stop"] + active)
+        still = [unit for unit in active if not wait_for_end(module, unit, 90)]
+        if still:
+            module.fail_json(msg="{0} did not stop in 90 s; look at it in the guest".format(", ".join(still)))
+    module.exit_json(changed=bool(active), stopped=active, cells=[], log=[], exit_status=None)
+
+
+def main():
+    module = AnsibleModule(
+        argument_spec={
+            "run": {"type": "str", "required": True},
+            "launch": {"type": "int"},
+            "argv": {"type": "list", "elements": "str"},
+            "folder": {"type": "path", "required": True},
+            "user": {"type": "str", "default": "specrig"},
+            "cpus": {"type": "str", "default": ""},
+            "timeout_s": {"type": "int", "default": 86400},
+            "state": {"type": "str", "choices": ["finished", "absent"], "default": "finished"},
+        },
+        supports_check_mode=True,
+    )
+    if module.params["state"] == "absent":
+        stop_all(module)
+    run_to_end(module)
+
+
+if __name__ == "__main__":
+    main()
