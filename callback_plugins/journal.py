@@ -47,6 +47,7 @@ import getpass
 import json
 import os
 import re
+import signal
 import socket
 import time
 import uuid
@@ -167,6 +168,7 @@ class CallbackModule(CallbackBase):
         self._version = version()
         self._check = bool(context.CLIARGS.get("check", False))
         self._ended = False
+        self._end_on_sigterm()
         limits = {key: context.CLIARGS.get(key) for key in ("subset", "tags", "skip_tags")}
         self._write("start", "ok", **{key: value for key, value in limits.items() if value and value != ("all",)})
 
@@ -277,6 +279,21 @@ class CallbackModule(CallbackBase):
         if os.getpid() == self._pid and not self._ended:
             with contextlib.suppress(Exception):
                 self._end("aborted", seconds=round(time.monotonic() - self._started, 1))
+
+    def _end_on_sigterm(self):
+        """A process that a signal ends runs nothing at exit: write the end first, then let Ansible's handler go on."""
+        before = signal.getsignal(signal.SIGTERM)
+
+        def handler(number, frame):
+            self._at_exit()
+            if callable(before):
+                before(number, frame)
+            else:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+
+        with contextlib.suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGTERM, handler)
 
     def _summary(self, outcome, seconds, changed):
         word = {"failed": "FAILED", "changed": "done", "ok": "done, nothing to change"}[outcome]
