@@ -37,12 +37,12 @@ class SseParser:
         Returns:
             The data of each event that these bytes ended, in order, as UTF-8 bytes.
         """
-        if self._started and not self._buffer and self._data is None and not self._skip_lf and piece[:6] == b"data: ":
-            # nearly every piece of nearly every server: whole events of one data line each
-            if piece[-2:] == b"\n\n" and b"\r" not in piece:
-                parts = piece[6:-2].split(b"\n\ndata: ")
-                if piece.count(b"\n") == 2 * len(parts):
-                    return parts
+        # nearly every piece of nearly every server: whole events of one data line each
+        at_line_start = self._started and not self._buffer and self._data is None and not self._skip_lf
+        if at_line_start and piece[:6] == b"data: " and piece[-2:] == b"\n\n" and b"\r" not in piece:
+            parts = piece[6:-2].split(b"\n\ndata: ")
+            if piece.count(b"\n") == 2 * len(parts):
+                return parts
         return self._feed(piece)
 
     def _feed(self, piece: bytes) -> list[bytes]:

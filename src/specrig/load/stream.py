@@ -1,0 +1,576 @@
+"""The measured client: an asyncio.Protocol on httptools, one time stamp per packet, everything else later.
+
+What makes it measure what it says:
+
+* Connections are opened before a request is due; the clock starts at the write of its bytes.
+* ``data_received`` takes the time and hands the bytes to the HTTP parser (C). Events and JSON are looked at after all
+  sockets that were ready have been read, in slices of about a millisecond, so that one stream's parsing is not in
+  another stream's time.
+* There is no connection limit: as many as there are requests at once.
+* A stream that stalls costs its own request only: first-token, idle and total time limits, partial results kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import os
+import ssl
+import time
+import urllib.parse
+from dataclasses import dataclass
+
+import httptools
+
+from specrig.engine.errors import message as error_message
+from specrig.errors import UsageError
+from specrig.load.api import Decoder
+from specrig.load.sse import SseParser
+
+clock = time.perf_counter
+"""The clock of every time stamp: monotonic, seconds."""
+
+_SLICE_S = 0.001
+_KEPT_BODY = 65536
+_CONNECT_S = 10.0
+_LAG_TICK_S = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeouts:
+    """How long to wait on one stream, in seconds.
+
+    Attributes:
+        first_token_s: from the request's bytes to the first token.
+        idle_s: between two events of a stream; comments that keep a connection alive do not count as events.
+        request_s: for the whole request.
+    """
+
+    first_token_s: float = 120.0
+    idle_s: float = 30.0
+    request_s: float = 3600.0
+
+
+class Exchange:
+    """One request and what came back; times are :data:`clock` readings.
+
+    Attributes:
+        sent: when the request's bytes were written.
+        status: the HTTP status, null where no answer came.
+        error: null, or one of ``connect``, ``disconnected``, ``http``, ``server_error``, ``abort``, ``protocol``,
+            ``no_terminal``, ``first_token_timeout``, ``idle_timeout``, ``request_timeout``, ``aborted``.
+        message: the server's own words with an error, else ours.
+        finished: when the answer was whole, or given up.
+    """
+
+    __slots__ = (
+        "_body",
+        "_complete",
+        "_pending",
+        "_queued",
+        "_sse",
+        "_stream",
+        "bytes_in",
+        "content_type",
+        "decoder",
+        "error",
+        "finished",
+        "future",
+        "last_t",
+        "message",
+        "payload",
+        "sent",
+        "status",
+        "timeouts",
+    )
+
+    def __init__(self, payload: bytes, decoder: Decoder | None, timeouts: Timeouts) -> None:
+        """Prepare a request; nothing is sent yet."""
+        self.payload = payload
+        self.decoder = decoder
+        self.timeouts = timeouts
+        self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.sent = 0.0
+        self.last_t = 0.0
+        self.finished = 0.0
+        self.status: int | None = None
+        self.content_type = ""
+        self.error: str | None = None
+        self.message: str | None = None
+        self.bytes_in = 0
+        self._pending: list[tuple[float, bytes]] = []
+        self._queued = False
+        self._complete = False
+        self._stream = False
+        self._sse = SseParser()
+        self._body = b""
+
+    @property
+    def body(self) -> bytes:
+        """The body of an answer that is no event stream, up to 64 KiB of it for errors."""
+        return self._body
+
+    def _headers_done(self, status: int, content_type: str) -> None:
+        self.status = status
+        self.content_type = content_type
+        self._stream = self.decoder is not None and status == 200 and "event-stream" in content_type
+
+    def _process(self) -> None:
+        """Look at what arrived; ends the exchange when its answer is whole."""
+        self._queued = False
+        pending, self._pending = self._pending, []
+        if self.future.done():
+            return
+        if self._stream:
+            feed = self._sse.feed
+            decoder = self.decoder
+            assert decoder is not None
+            event_in = decoder.feed
+            for t, piece in pending:
+                for event in feed(piece):
+                    event_in(event, t)
+        elif pending:
+            # an answer to a control call is wanted whole, an error page is not
+            room = _KEPT_BODY - len(self._body) if self.decoder is not None else 1 << 30
+            self._body += b"".join(piece for _, piece in pending)[: max(room, 0)]
+        if self._complete:
+            self._settle()
+
+    def _settle(self) -> None:
+        if self.decoder is None:
+            self._end(None, None)
+        elif self.status != 200:
+            self._end("http", error_message(self.status, self._body))
+        elif not self._stream:
+            self._end("protocol", f"the server answered {self.content_type or 'no content type'}, not an event stream")
+        elif self.decoder.error is not None:
+            self._end(self.decoder.error, self.decoder.message)
+        elif not self.decoder.terminal:
+            self._end("no_terminal", "the stream ended without its terminal event [DONE]")
+        else:
+            self._end(None, None)
+
+    def _end(self, error: str | None, message: str | None) -> None:
+        if self.future.done():
+            return
+        self.error = error
+        self.message = message
+        self.finished = self.last_t if error is None else clock()
+        if self.decoder is not None:
+            self.decoder.finish()
+            if self.error is None and self.decoder.error is not None:
+                self.error = self.decoder.error
+                self.message = self.decoder.message
+        self.future.set_result(None)
+
+
+class _Connection(asyncio.Protocol):
+    """One keep-alive connection; at most one exchange at a time."""
+
+    def __init__(self, client: StreamClient) -> None:
+        self.client = client
+        self.exchange: Exchange | None = None
+        self.transport: asyncio.Transport | None = None
+        self.closed = False
+        self.uses = 0
+        self._parser: httptools.HttpResponseParser
+        self._content_type = ""
+        self._bounded = False
+        self._interim = False
+
+    # -- transport ----------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        self.client._connections.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        t = clock()
+        exchange = self.exchange
+        if exchange is None:
+            self.abort()  # an answer that nobody asked for: the connection can't be trusted any more
+            return
+        exchange.last_t = t
+        exchange.bytes_in += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._over("protocol", f"not HTTP: {error}")
+            self.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed = True
+        self.client._connections.discard(self)
+        exchange = self.exchange
+        if exchange is None:
+            return
+        if exc is None and exchange.status is not None and not self._bounded:
+            self._complete()  # no length and no chunks: the end of the connection is the end of the body
+            return
+        exchange._process()
+        got = exchange.decoder.output_tokens if exchange.decoder is not None else 0
+        why = f": {exc}" if exc else ""
+        where = "before any answer" if exchange.status is None else f"in the middle of the answer, after {got} tokens"
+        self._over("disconnected", f"the server closed the connection {where}{why}")
+
+    # -- one exchange -------------------------------------------------------------------------------------------
+
+    def start(self, exchange: Exchange) -> None:
+        assert self.transport is not None
+        self.exchange = exchange
+        self.uses += 1
+        self._parser = httptools.HttpResponseParser(self)
+        self._content_type = ""
+        self._bounded = False
+        exchange.sent = clock()
+        self.transport.write(exchange.payload)
+
+    def abort(self) -> None:
+        self.closed = True
+        if self.transport is not None:
+            self.transport.abort()
+
+    def _over(self, error: str, message: str) -> None:
+        exchange, self.exchange = self.exchange, None
+        if exchange is not None:
+            self.client._active.discard(exchange)
+            exchange._end(error, message)
+
+    def _complete(self) -> None:
+        exchange, self.exchange = self.exchange, None
+        if exchange is None:
+            return
+        self.client._active.discard(exchange)
+        exchange._complete = True
+        self.client._dirty(exchange)
+        if self.closed or not self._bounded or not self._parser.should_keep_alive():
+            self.abort()
+        else:
+            self.client._idle.append(self)
+
+    # -- httptools ----------------------------------------------------------------------------------------------
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        low = name.lower()
+        if low == b"content-type":
+            self._content_type = value.decode("latin-1").lower()
+        elif low in (b"content-length", b"transfer-encoding"):
+            self._bounded = True
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        self._interim = status < 200
+        if self.exchange is not None and not self._interim:
+            self.exchange._headers_done(status, self._content_type)
+
+    def on_body(self, body: bytes) -> None:
+        exchange = self.exchange
+        if exchange is not None:
+            exchange._pending.append((exchange.last_t, body))
+            if not exchange._queued:
+                self.client._dirty(exchange)
+
+    def on_message_complete(self) -> None:
+        if not self._interim:
+            self._complete()
+
+
+@dataclass(frozen=True)
+class Lag:
+    """How late the client's own event loop ran, milliseconds; timers tick in whole milliseconds.
+
+    Attributes:
+        p50_ms: the median.
+        p99_ms: the 99th percentile.
+        max_ms: the worst.
+        samples: how many there are.
+        cpu: processor seconds used per second, of one core.
+    """
+
+    p50_ms: float
+    p99_ms: float
+    max_ms: float
+    samples: int
+    cpu: float
+
+
+class _LagMeter:
+    """Samples how late a timer fires, and the process's CPU time."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._late: list[float] = []
+        self._due = clock() + _LAG_TICK_S
+        self._begun = clock()
+        self._cpu = time.process_time()
+        self._handle = loop.call_later(_LAG_TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        now = clock()
+        self._late.append(max(0.0, now - self._due))
+        self._due = now + _LAG_TICK_S
+        self._handle = self._loop.call_later(_LAG_TICK_S, self._tick)
+
+    def stop(self) -> Lag:
+        self._handle.cancel()
+        late = sorted(self._late) or [0.0]
+        wall = max(clock() - self._begun, 1e-9)
+        return Lag(
+            p50_ms=round(late[len(late) // 2] * 1e3, 3),
+            p99_ms=round(late[min(len(late) - 1, int(len(late) * 0.99))] * 1e3, 3),
+            max_ms=round(late[-1] * 1e3, 3),
+            samples=len(self._late),
+            cpu=round((time.process_time() - self._cpu) / wall, 4),
+        )
+
+
+class StreamClient:
+    """Streams completions from one server and measures them.
+
+    Use from one running event loop (uvloop where speed matters); see :func:`run`.
+    """
+
+    def __init__(self, url: str, *, api_key: str | None = None, ca_file: str | None = None) -> None:
+        """Name the server.
+
+        Args:
+            url: ``http://host:port`` or ``https://...``; a path is put before the API's.
+            api_key: sent as a bearer token.
+            ca_file: certificates to trust instead of the system's, for https.
+
+        Raises:
+            UsageError: the URL is not one of http or https.
+        """
+        parts = urllib.parse.urlsplit(url.rstrip("/").removesuffix("/v1"))
+        try:
+            port = parts.port
+        except ValueError:
+            port = -1
+        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
+            raise UsageError(f"the engine's URL is {url!r}; expected http://HOST:PORT")
+        self.url = url
+        self.host = parts.hostname
+        self.port = port or (443 if parts.scheme == "https" else 80)
+        self._prefix = parts.path
+        self._ssl: ssl.SSLContext | None = None
+        if parts.scheme == "https":
+            try:
+                self._ssl = ssl.create_default_context(cafile=ca_file)
+            except OSError as error:
+                raise UsageError(f"{ca_file}: cannot read certificates: {error.strerror or error}") from error
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        default = 443 if self._ssl else 80
+        lines = [
+            f"Host: {host}" if self.port == default else f"Host: {host}:{self.port}",
+            "User-Agent: specrig",
+            "Accept: text/event-stream, application/json",
+            "Content-Type: application/json",
+        ]
+        if api_key:
+            lines.append(f"Authorization: Bearer {api_key}")
+        self._headers = "\r\n".join(lines).encode()
+        self._idle: list[_Connection] = []
+        self._connections: set[_Connection] = set()
+        self._active: set[Exchange] = set()
+        self._queue: collections.deque[Exchange] = collections.deque()
+        self._scheduled = False
+        self._watch: asyncio.TimerHandle | None = None
+        self._meter: _LagMeter | None = None
+        self._owners: dict[Exchange, _Connection] = {}
+        self.aborting = False
+
+    def frame(self, method: str, path: str, body: bytes | None = None) -> bytes:
+        """Write a whole HTTP request.
+
+        Args:
+            method: GET or POST.
+            path: such as ``/generate``.
+            body: a JSON body, if any.
+
+        Returns:
+            Its bytes, ready to be sent.
+        """
+        head = f"{method} {self._prefix}{path} HTTP/1.1\r\n".encode() + self._headers
+        if body is None:
+            return head + b"\r\n\r\n"
+        return head + f"\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+
+    # -- connections --------------------------------------------------------------------------------------------
+
+    async def open(self, count: int) -> None:
+        """Have at least this many connections open and unused, before any clock starts.
+
+        Args:
+            count: how many.
+
+        Raises:
+            OSError: the server cannot be reached.
+        """
+        self._idle = [connection for connection in self._idle if not connection.closed]
+        missing = count - len(self._idle)
+        for _ in range(0, missing, 64):
+            batch = min(64, count - len(self._idle))
+            self._idle.extend(await asyncio.gather(*(self._connect() for _ in range(batch))))
+
+    async def _connect(self) -> _Connection:
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(_CONNECT_S):
+            _, connection = await loop.create_connection(lambda: _Connection(self), self.host, self.port, ssl=self._ssl)
+        return connection
+
+    async def _connection(self) -> _Connection:
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection.closed and connection.transport is not None and not connection.transport.is_closing():
+                return connection
+        return await self._connect()
+
+    # -- exchanges ----------------------------------------------------------------------------------------------
+
+    async def exchange(self, payload: bytes, decoder: Decoder | None, timeouts: Timeouts) -> Exchange:
+        """Send one request and take its answer.
+
+        Args:
+            payload: the whole request, from :meth:`frame`.
+            decoder: for a streamed answer; None for a plain one.
+            timeouts: how long to wait.
+
+        Returns:
+            The exchange, ended; it never raises for what a server or a network does.
+        """
+        while True:
+            exchange = Exchange(payload, decoder, timeouts)
+            try:
+                connection = await self._connection()
+            except (OSError, TimeoutError) as error:
+                exchange.sent = clock()
+                text = "no answer in 10 s" if isinstance(error, TimeoutError) else _plain(error)
+                exchange._end("connect", f"cannot connect to {self.host}:{self.port}: {text}")
+                return exchange
+            if self.aborting and decoder is not None:
+                self._idle.append(connection)
+                exchange.sent = clock()
+                exchange._end("aborted", "stopped before it was sent")
+                return exchange
+            reused = connection.uses > 0
+            self._active.add(exchange)
+            self._owners[exchange] = connection
+            if self._watch is None:
+                self._watch = asyncio.get_running_loop().call_later(0.05, self._look)
+            connection.start(exchange)
+            try:
+                await exchange.future
+            finally:
+                self._owners.pop(exchange, None)
+                self._active.discard(exchange)
+                if not exchange.future.done():
+                    connection.exchange = None
+                    connection.abort()
+            if exchange.error == "disconnected" and exchange.bytes_in == 0 and reused and not self.aborting:
+                continue  # the server had closed an idle connection: nothing was read of the request
+            return exchange
+
+    async def request(
+        self, method: str, path: str, body: bytes | None = None, timeout_s: float = 10.0
+    ) -> tuple[int | None, bytes]:
+        """A small control call on the same loop, for looks at the server while streams run.
+
+        Args:
+            method: GET or POST.
+            path: the endpoint.
+            body: a JSON body, if any.
+            timeout_s: for the whole call.
+
+        Returns:
+            The status (null where no answer came) and the body.
+        """
+        limits = Timeouts(first_token_s=timeout_s, idle_s=timeout_s, request_s=timeout_s)
+        exchange = await self.exchange(self.frame(method, path, body), None, limits)
+        return (None if exchange.error else exchange.status), exchange.body
+
+    def _dirty(self, exchange: Exchange) -> None:
+        exchange._queued = True
+        self._queue.append(exchange)
+        if not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._drain)
+
+    def _drain(self) -> None:
+        queue = self._queue
+        deadline = clock() + _SLICE_S
+        while queue:
+            queue.popleft()._process()
+            if queue and clock() > deadline:
+                asyncio.get_running_loop().call_soon(self._drain)
+                return
+        self._scheduled = False
+
+    def _look(self) -> None:
+        """Give up on streams that are over one of their limits."""
+        now = clock()
+        for exchange in list(self._active):
+            limits, decoder = exchange.timeouts, exchange.decoder
+            last = decoder.last_event_t if decoder is not None else None
+            got = decoder.output_tokens if decoder is not None else 0
+            if now - exchange.sent > limits.request_s:
+                self._give_up(exchange, "request_timeout", f"not done {limits.request_s:g} s after it was sent")
+            elif last is None or not got:
+                if now - exchange.sent > limits.first_token_s:
+                    self._give_up(exchange, "first_token_timeout", f"no token in {limits.first_token_s:g} s")
+            elif now - last > limits.idle_s:
+                self._give_up(exchange, "idle_timeout", f"stalled: nothing for {limits.idle_s:g} s after {got} tokens")
+        self._watch = asyncio.get_running_loop().call_later(0.05, self._look) if self._active else None
+
+    def _give_up(self, exchange: Exchange, error: str, message: str) -> None:
+        exchange._process()
+        if exchange.future.done():
+            return
+        connection = self._owners.get(exchange)
+        self._active.discard(exchange)
+        if connection is not None:
+            connection.exchange = None
+            connection.abort()
+        exchange._end(error, message)
+
+    def abort_streams(self, message: str) -> None:
+        """End every stream now, keeping what arrived; later ones end before they are sent.
+
+        Args:
+            message: why, for the records.
+        """
+        self.aborting = True
+        for exchange in list(self._active):
+            if exchange.decoder is not None:
+                self._give_up(exchange, "aborted", message)
+
+    # -- the client itself --------------------------------------------------------------------------------------
+
+    def start_lag(self) -> None:
+        """Start measuring how late this client's loop runs."""
+        self._meter = _LagMeter(asyncio.get_running_loop())
+
+    def stop_lag(self) -> Lag:
+        """Stop measuring it.
+
+        Returns:
+            What was seen since :meth:`start_lag`.
+        """
+        assert self._meter is not None
+        meter, self._meter = self._meter, None
+        return meter.stop()
+
+    async def close(self) -> None:
+        """Close every connection."""
+        if self._watch is not None:
+            self._watch.cancel()
+        for connection in list(self._connections):
+            connection.abort()
+        self._idle.clear()
+        await asyncio.sleep(0)
+
+
+def _plain(error: OSError) -> str:
+    if error.errno is not None:
+        return os.strerror(error.errno) if error.errno > 0 else str(error.strerror or error)
+    return str(error)
