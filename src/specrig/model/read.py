@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import yaml
 
@@ -28,7 +28,7 @@ class _Loader(yaml.SafeLoader):
     Duplicate keys are refused.
     """
 
-    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}
+    yaml_implicit_resolvers = {}  # noqa: RUF012 - PyYAML declares it as an instance variable
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
