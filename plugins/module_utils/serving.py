@@ -524,3 +524,86 @@ def verdict(rows, allow_unknown=()):
             if row.get("status") == status and not (status == "unknown" and row.get("gate") in allow_unknown):
                 lines.append("{0} {1} {2}: {3}".format(status, row.get("gate"), row.get("subject"), row.get("message")))
     return lines
+
+
+def gate_subjects(profiles, look, only=None):
+    """Which profiles the gates are about: those named, else what serves and whatever else of ours is on a GPU."""
+    if only:
+        missing = sorted(set(only) - set(profiles))
+        if missing:
+            raise ServingError(
+                "preflight_profiles names {0}, sglang_server_profiles has {1}".format(
+                    ", ".join(missing), ", ".join(sorted(profiles)) or "none"
+                )
+            )
+        return list(only)
+    running = {process.get("profile") for process in look.get("processes") or []}
+    return [name for name in profiles if profiles[name].get("serve") or name in running]
+
+
+def device_paths(names, plan):
+    """The nodes that CUDA opens for these profiles: the control nodes, and each planned GPU's node by its minor."""
+    minors = set()
+    for name in names:
+        minors.update((plan.get("profiles") or {}).get(name, {}).get("minors") or [])
+    return ["/dev/nvidiactl", "/dev/nvidia-uvm"] + ["/dev/nvidia{0}".format(n) for n in sorted(minors - {None})]
+
+
+def refused_row(name, reason):
+    """The placement gate's row of a profile that has no place."""
+    return {
+        "gate": "placement",
+        "subject": name,
+        "profile": name,
+        "status": "fail",
+        "seen": None,
+        "expected": None,
+        "message": reason,
+    }
+
+
+def smoke_cases(profiles, names, settings):
+    """The smoke requests.
+
+    Args:
+        profiles: ``sglang_server_profiles``.
+        names: the profiles to ask.
+        settings: ``kind`` (``none``, ``short`` or ``full``), ``shapes`` (profile to a list of ``{prompt_tokens,
+            max_tokens}`` that its workload will send), ``default_shape``, ``model_root``, ``dialects``, ``timeout_s``,
+            ``api_key``.
+
+    Returns:
+        A list of ``{profile, url, model, tokenizer, label, prompt_tokens, max_tokens, ...}``: a short one each, and
+        with ``full`` one a shape.
+    """
+    kind = settings.get("kind") or "full"
+    if kind not in ("none", "short", "full"):
+        raise ServingError("preflight_smoke is {0!r}, expected none, short or full".format(kind))
+    if kind == "none":
+        return []
+    cases = []
+    for name in names:
+        profile = profiles[name]
+        try:
+            method = dialects.resolve(profile["method"], profile.get("budget"), settings.get("dialects"))
+        except dialects.DialectError as error:
+            raise ServingError("profile {0}: {1}".format(name, error)) from None
+        base = {
+            "profile": name,
+            "url": "http://127.0.0.1:{0}".format(profile["port"]),
+            "model": str(profile.get("served_model_name") or profile["model"]),
+            "tokenizer": "{0}/{1}".format(settings["model_root"].rstrip("/"), profile["model"]),
+            "context_length": profile.get("context_length"),
+            "tp": profile.get("tp"),
+            "speculative": method["draft_tokens"] is None or method["draft_tokens"] > 0,
+            "draft_tokens": method["draft_tokens"],
+            "block_size": method["block_size"],
+            "reserved_tokens": method["reserved_tokens"],
+            "timeout_s": settings.get("timeout_s") or 600,
+            "api_key": settings.get("api_key"),
+        }
+        cases.append(dict(base, label="short", prompt_tokens=None, max_tokens=8))
+        if kind == "full":
+            for shape in (settings.get("shapes") or {}).get(name) or [settings["default_shape"]]:
+                cases.append(dict(base, label="full shape", **shape))
+    return cases

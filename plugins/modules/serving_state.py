@@ -14,7 +14,7 @@ description:
 options:
   state:
     description:
-      - V(present) converges every profile with C(serve=true), starts it, and stops servers that a killed benchmark left.
+      - V(present) converges and starts every profile with C(serve=true), and stops what a killed benchmark left.
       - V(started) converges and starts the profiles of O(names) alone; V(stopped) stops them.
     type: str
     choices: [present, started, stopped]
@@ -146,7 +146,7 @@ def write(path, text, mode):
 def systemctl(module, *words):
     try:
         done = subprocess.run(
-            ["systemctl"] + list(words),
+            ["systemctl", *list(words)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             check=False,

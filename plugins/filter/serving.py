@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Filters over the pure functions of serving and preflight: no decision is made in Jinja."""
+
+from __future__ import annotations
+
+from ansible.errors import AnsibleFilterError
+
+from ..module_utils import placement, serving
+
+
+def gate_subjects(profiles, look, only=None):
+    """Names of the profiles that preflight is about; see ``serving.gate_subjects``."""
+    try:
+        return serving.gate_subjects(dict(profiles), look or {}, only)
+    except serving.ServingError as error:
+        raise AnsibleFilterError(str(error)) from error
+
+
+def smoke_cases(profiles, names, settings):
+    """The smoke requests of these profiles; see ``serving.smoke_cases``."""
+    try:
+        return serving.smoke_cases(dict(profiles), list(names), dict(settings))
+    except serving.ServingError as error:
+        raise AnsibleFilterError(str(error)) from error
+
+
+def placement_rows(names, plan, look):
+    """The placement gate's rows of these profiles, from the host's view."""
+    planned = plan.get("profiles") or {}
+    rows = []
+    for name in names:
+        if name in (plan.get("refused") or {}):
+            rows.append(serving.refused_row(name, plan["refused"][name]))
+        else:
+            rows.append(placement.verify(planned.get(name), look, name))
+    return rows
+
+
+def device_paths(names, plan):
+    """The device nodes that these profiles' servers open."""
+    return serving.device_paths(list(names), plan or {})
+
+
+class FilterModule:
+    def filters(self):
+        return {
+            "gate_subjects": gate_subjects,
+            "smoke_cases": smoke_cases,
+            "placement_rows": placement_rows,
+            "device_paths": device_paths,
+        }

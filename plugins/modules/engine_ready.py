@@ -1,0 +1,332 @@
+#!/usr/bin/python
+# SPDX-License-Identifier: Apache-2.0
+"""Wait until servers answer a real completion, all at once."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: engine_ready
+short_description: Wait until SGLang servers answer a real completion
+description:
+  - Polls all targets at the same time. Ready means that the unit's own processes own the port, that the server answers
+    for the profile's model, and that one completion comes back with exactly the tokens asked for. A health check is
+    not enough, a server can pass it and hang at its first request.
+  - A unit that ends is not waited for any longer. The message of a failure holds the unit's last log lines.
+options:
+  targets:
+    description: Unit plans, as M(specrig.host.serving_state) returns them.
+    type: list
+    elements: dict
+    required: true
+  tokens:
+    description: Tokens of the completion.
+    type: int
+    default: 8
+  api_key:
+    description: Sent as a bearer token where the servers ask for one.
+    type: str
+  log_lines:
+    description: Log lines that a failure shows.
+    type: int
+    default: 12
+author: specrig developers (@specrig)
+attributes:
+  check_mode:
+    description: It changes nothing. In check mode, a server that would have been started is not waited for.
+    support: full
+  diff_mode:
+    description: It changes nothing.
+    support: none
+"""
+
+EXAMPLES = r"""
+- name: Wait for the first completion of each
+  specrig.host.engine_ready:
+    targets: "{{ state.targets }}"
+"""
+
+RETURN = r"""
+rows:
+  description: One row a target.
+  returned: always
+  type: list
+  elements: dict
+  sample: [{profile: tp4, ready: true, seconds: 41.2, tokens_per_s: 88.1, problem: null, log: []}]
+specrig:
+  description: The serving rows of the end-of-run summary.
+  returned: always
+  type: dict
+"""
+
+import json
+import os
+import socket
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+
+from ansible.module_utils.basic import AnsibleModule
+
+from ..module_utils import serving
+
+POLL_S = 0.2
+REQUEST_S = 120.0
+# No proxy of the environment may stand between a check and a server on this machine.
+OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class NotYet(Exception):
+    """The server is still starting."""
+
+
+class Wrong(Exception):
+    """Waiting longer will not help."""
+
+
+def call(url, api_key, body=None, timeout=10.0):
+    headers = {"Content-Type": "application/json"}
+    if api_key:
+        headers["Authorization"] = "Bearer " + api_key
+    data = None if body is None else json.dumps(body).encode("utf-8")
+    request = urllib.request.Request(url, data=data, headers=headers)
+    try:
+        with OPENER.open(request, timeout=timeout) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+    except (OSError, ValueError) as error:
+        raise NotYet("no answer: {0}".format(getattr(error, "reason", None) or error)) from None
+
+
+def unit_show(unit):
+    done = subprocess.run(
+        ["systemctl", "show", "-p", "ActiveState,SubState,Result,MainPID,ExecMainStatus,NRestarts,ControlGroup", unit],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        check=False,
+    )
+    return dict(line.split("=", 1) for line in done.stdout.decode("utf-8", "replace").splitlines() if "=" in line)
+
+
+def unit_log(unit, lines):
+    done = subprocess.run(
+        ["journalctl", "--no-pager", "--output=cat", "--lines", str(lines), "--unit", unit],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        check=False,
+    )
+    return [line for line in done.stdout.decode("utf-8", "replace").splitlines() if line.strip()]
+
+
+def pids_of_cgroup(cgroup):
+    """Processes of a control group and of those below it; empty where it can't be read."""
+    for root in ("/sys/fs/cgroup", "/sys/fs/cgroup/unified", "/sys/fs/cgroup/systemd"):
+        base = root + cgroup
+        if os.path.isdir(base):
+            pids = set()
+            for folder, _folders, files in os.walk(base):
+                if "cgroup.procs" in files:
+                    try:
+                        with open(os.path.join(folder, "cgroup.procs")) as handle:
+                            pids.update(int(line) for line in handle if line.strip())
+                    except OSError:
+                        continue
+            return pids
+    return set()
+
+
+def listening_inodes(port):
+    inodes = set()
+    for path in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            with open(path) as handle:
+                rows = handle.read().splitlines()[1:]
+        except OSError:
+            continue
+        for row in rows:
+            fields = row.split()
+            if len(fields) > 9 and fields[3] == "0A" and int(fields[1].rsplit(":", 1)[1], 16) == port:
+                inodes.add("socket:[{0}]".format(fields[9]))
+    return inodes
+
+
+def owner_of(inodes):
+    """Process ids that hold one of the sockets."""
+    owners = set()
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        folder = "/proc/{0}/fd".format(entry)
+        try:
+            names = os.listdir(folder)
+        except OSError:
+            continue
+        for name in names:
+            try:
+                if os.readlink(os.path.join(folder, name)) in inodes:
+                    owners.add(int(entry))
+                    break
+            except OSError:
+                continue
+    return owners
+
+
+def check_owner(target, state):
+    inodes = listening_inodes(target["port"])
+    if not inodes:
+        raise NotYet("nothing listens on port {0}".format(target["port"]))
+    members = pids_of_cgroup(state.get("ControlGroup") or "/nonexistent")
+    if not members:
+        return
+    owners = owner_of(inodes)
+    if owners and not owners & members:
+        raise Wrong(
+            "port {0} belongs to pid {1}, which is not of {2}: another server listens there; stop it, or give the "
+            "profile another port".format(target["port"], ", ".join(str(pid) for pid in sorted(owners)), target["unit"])
+        )
+
+
+def check_model(target, url, api_key):
+    status, body = call(url + "/v1/models", api_key)
+    if status in (401, 403):
+        raise Wrong("{0}/v1/models answers {1}: set sglang_server_api_key".format(url, status))
+    if status != 200:
+        raise NotYet("/v1/models answers {0}".format(status))
+    try:
+        names = [row.get("id") for row in json.loads(body.decode("utf-8")).get("data", [])]
+    except (ValueError, AttributeError):
+        raise NotYet("/v1/models gave no list") from None
+    if target["served_model_name"] not in names:
+        raise Wrong(
+            "port {0} answers for model {1}, expected {2}: another server listens there, or the profile's model "
+            "changed".format(
+                target["port"], ", ".join(str(name) for name in names) or "none", target["served_model_name"]
+            )
+        )
+
+
+def complete(url, api_key, tokens):
+    """Tokens per second of one completion with the exact number of tokens."""
+    body = {
+        "text": "The capital of France is",
+        "sampling_params": {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True},
+    }
+    begun = time.monotonic()
+    status, answer = call(url + "/generate", api_key, body, REQUEST_S)
+    seconds = time.monotonic() - begun
+    if status == 503:
+        raise NotYet("/generate answers 503")
+    text = answer.decode("utf-8", "replace")
+    if status != 200:
+        raise Wrong("its first completion answers {0}: {1}".format(status, " ".join(text.split())[:300]))
+    try:
+        meta = json.loads(text)["meta_info"]
+        count = meta["completion_tokens"]
+    except (ValueError, KeyError, TypeError):
+        raise Wrong("its first completion is not SGLang's: {0}".format(" ".join(text.split())[:200])) from None
+    if count != tokens:
+        raise Wrong("its first completion has {0} tokens, expected {1}".format(count, tokens))
+    return count / seconds if seconds > 0 else None
+
+
+def poll(target, params, row):
+    begun = time.monotonic()
+    limit = float(target.get("start_timeout_s") or 900)
+    url = "http://127.0.0.1:{0}".format(target["port"])
+    last = "nothing happened yet"
+    next_unit_check = 0.0
+    restarts = None
+    state = {}
+    while True:
+        now = time.monotonic()
+        try:
+            if now >= next_unit_check:
+                state = unit_show(target["unit"])
+                next_unit_check = now + 1.0
+                check_alive(target, state, restarts)
+                restarts = state.get("NRestarts") if restarts is None else restarts
+            check_owner(target, state)
+            check_model(target, url, params["api_key"])
+            row["tokens_per_s"] = complete(url, params["api_key"], params["tokens"])
+            row["ready"] = True
+            break
+        except NotYet as error:
+            last = str(error)
+        except Wrong as error:
+            row["problem"] = str(error)
+            break
+        if time.monotonic() - begun > limit:
+            row["problem"] = "no completion within {0:g} s: {1}".format(limit, last)
+            break
+        time.sleep(POLL_S)
+    row["seconds"] = round(time.monotonic() - begun, 2)
+    if row["problem"]:
+        row["log"] = unit_log(target["unit"], params["log_lines"])
+
+
+def check_alive(target, state, restarts):
+    active, sub = state.get("ActiveState"), state.get("SubState")
+    if active in ("failed", "inactive"):
+        raise Wrong(
+            "{0} is {1} ({2}, exit status {3})".format(
+                target["unit"], active, state.get("Result"), state.get("ExecMainStatus")
+            )
+        )
+    if sub == "auto-restart" or (restarts is not None and state.get("NRestarts") != restarts):
+        raise Wrong("{0} ended while it started (exit status {1})".format(target["unit"], state.get("ExecMainStatus")))
+
+
+def pollable(target):
+    try:
+        with socket.create_connection(("127.0.0.1", target["port"]), timeout=1):
+            return True
+    except OSError:
+        return False
+
+
+def main():
+    module = AnsibleModule(
+        argument_spec={
+            "targets": {"type": "list", "elements": "dict", "required": True},
+            "tokens": {"type": "int", "default": 8},
+            "api_key": {"type": "str", "no_log": True},
+            "log_lines": {"type": "int", "default": 12},
+        },
+        supports_check_mode=True,
+    )
+    params = module.params
+    targets = params["targets"]
+    rows = [
+        {"profile": target["name"], "ready": False, "seconds": 0.0, "tokens_per_s": None, "problem": None, "log": []}
+        for target in targets
+    ]
+    threads = []
+    for target, row in zip(targets, rows):  # noqa: B905 (strict= needs Python 3.10)
+        if module.check_mode and (target.get("fresh") or not pollable(target)):
+            row["problem"] = None
+            continue
+        threads.append(threading.Thread(target=poll, args=(target, params, row), daemon=True))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    serving_rows = []
+    for target, row in zip(targets, rows):  # noqa: B905 (strict= needs Python 3.10)
+        status = "serving" if row["ready"] else "failed" if row["problem"] else "would be started"
+        rate = None if row["tokens_per_s"] is None else round(row["tokens_per_s"], 1)
+        serving_rows.append(serving.summary_row(target, status, rate, row["problem"] or ""))
+    failed = [row for row in rows if row["problem"]]
+    if failed:
+        lines = []
+        for row in failed:
+            lines.append("{0}: {1}".format(row["profile"], row["problem"]))
+            lines += ["    " + line for line in row["log"]]
+        module.fail_json(msg="\n".join(lines), rows=rows, specrig={"serving": serving_rows})
+    module.exit_json(changed=False, rows=rows, specrig={"serving": serving_rows})
+
+
+if __name__ == "__main__":
+    main()
