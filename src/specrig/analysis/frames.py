@@ -59,6 +59,7 @@ class CellInfo:
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     concurrency: int | None = None
+    rate: float | None = None
     requests: int | None = None
     cache: str | None = None
     stop: str | None = None
@@ -100,14 +101,14 @@ def read_run(path: str | Path, *, traces: bool = True) -> RunData:
     manifest = _read_object(folder / "manifest.json", problems)
     wrong: Counter[str] = Counter()
     requests: dict[tuple[str, int, int], Row] = {}
-    for raw in _lines(folder / "requests.jsonl", problems):
+    for raw in read_objects(folder / "requests.jsonl", problems):
         row = _request(raw, wrong)
         if row is None:
             wrong["a record without cell and index"] += 1
             continue
         requests[(row["cell"], row["launch"], row["index"])] = row
     parts: dict[Part, Row] = {}
-    for raw in _lines(folder / "cells.jsonl", problems):
+    for raw in read_objects(folder / "cells.jsonl", problems):
         part = _part(raw, wrong)
         if part is None:
             wrong["a row without cell"] += 1
@@ -116,7 +117,7 @@ def read_run(path: str | Path, *, traces: bool = True) -> RunData:
     problems += [f"{count} x {what}: taken as unknown" for what, count in sorted(wrong.items())]
     found: dict[tuple[str, int, int], tuple[list[float], list[float]]] = {}
     if traces:
-        for raw in _lines(folder / "chunks.jsonl", problems):
+        for raw in read_objects(folder / "chunks.jsonl", problems):
             _trace(raw, found)
     rows = list(requests.values())
     part_rows = list(parts.values())
@@ -125,7 +126,7 @@ def read_run(path: str | Path, *, traces: bool = True) -> RunData:
         name=name,
         paths=(folder,),
         manifest=manifest,
-        requests=_frame(rows),
+        requests=requests_frame(rows),
         parts=part_rows,
         cells=_cells(manifest, part_rows, rows),
         traces=found,
@@ -157,7 +158,7 @@ def merge_runs(runs: list[RunData]) -> RunData:
         for old in sorted({int(r["launch"]) for r in run.parts} | {int(v) for v in run.requests["launch"]}):
             launch_of[(number, old)] = len(launch_of)
         arms = {}
-        rows: list[Row] = [*_records(run.requests), *run.parts]
+        rows: list[Row] = [*records(run.requests), *run.parts]
         for row in rows:
             info = run.cells.get(row["cell"])
             arms[int(row["launch"])] = (info.method if info else row.get("method"), info.tp if info else row.get("tp"))
@@ -165,7 +166,7 @@ def merge_runs(runs: list[RunData]) -> RunData:
             order = seen.setdefault(arm, [])
             order.append(launch_of[(number, old)])
             block_of[(number, old)] = len(order) - 1
-        for row in _records(run.requests):
+        for row in records(run.requests):
             old = int(row["launch"])
             requests.append(row)
             requests[-1].update(launch=launch_of[(number, old)], block=block_of[(number, old)])
@@ -190,7 +191,7 @@ def merge_runs(runs: list[RunData]) -> RunData:
         name=" + ".join(run.name for run in runs),
         paths=tuple(p for run in runs for p in run.paths),
         manifest=manifest,
-        requests=pd.DataFrame(requests) if requests else _frame([]),
+        requests=pd.DataFrame(requests) if requests else requests_frame([]),
         parts=parts,
         cells=cells,
         traces=traces,
@@ -218,11 +219,13 @@ def number(value: Any) -> float | None:
     return _number(value)
 
 
-def _records(frame: pd.DataFrame) -> list[Row]:
+def records(frame: pd.DataFrame) -> list[Row]:
+    """The rows of a frame as mappings."""
     return [{str(name): value for name, value in row.items()} for row in frame.to_dict("records")]
 
 
-def _frame(rows: list[Row]) -> pd.DataFrame:
+def requests_frame(rows: list[Row]) -> pd.DataFrame:
+    """The frame of normalised request rows, with the columns and types that every reader relies on."""
     import pandas as pd
 
     frame = pd.DataFrame.from_records(rows, columns=[*_TEXTS, *_NUMBERS, "ok", "reads", "output_ids"])
@@ -251,7 +254,7 @@ def _read_object(path: Path, problems: list[str]) -> Row:
     return value
 
 
-def _lines(path: Path, problems: list[str]) -> Iterator[Row]:
+def read_objects(path: Path, problems: list[str]) -> Iterator[Row]:
     """The objects of a JSON-lines file; unreadable lines are counted, a cut-off last one is named as such."""
     try:
         data = path.open("rb")
@@ -365,11 +368,15 @@ def _cells(manifest: Row, parts: list[Row], requests: list[Row]) -> dict[str, Ce
                 name: _integer(raw.get(name))
                 for name in ("tp", "prompt_tokens", "output_tokens", "concurrency", "requests")
             }
-            add(cell, {**texts, **numbers, "method": method_label(raw)})
+            turns = _integer(raw.get("turns"))
+            if turns and numbers["requests"]:
+                numbers["requests"] *= turns
+            add(cell, {**texts, **numbers, "rate": _number(raw.get("rate")), "method": method_label(raw)})
     for row in parts:
-        numbers = {name: _integer(row.get(name)) for name in ("tp", "prompt_tokens", "output_tokens", "concurrency")}
+        names = ("tp", "prompt_tokens", "output_tokens", "concurrency")
+        counts = {name: _integer(row.get(name)) for name in names}
         texts = {name: row.get(name) for name in ("workload", "profile", "method", "prompts", "cache", "stop")}
-        add(row["cell"], {**texts, **numbers})
+        add(row["cell"], {**texts, **counts})
     for row in requests:
         known = merged.get(row["cell"])
         if known is not None and known.get("method") and known.get("prompt_tokens") and known.get("output_tokens"):

@@ -17,7 +17,10 @@ from specrig.analysis.validity import PartValidity
 
 @dataclass(frozen=True, order=True)
 class Key:
-    """What two arms must share to be compared: TP, workload, context, answer length and load."""
+    """What two arms must share to be compared: TP, workload, context, answer length and load.
+
+    0 stands for unknown; a ``concurrency`` of 0 for an open loop without a limit, whose requests/s is ``rate``.
+    """
 
     tp: int
     workload: str
@@ -25,6 +28,7 @@ class Key:
     output_tokens: int
     length: int
     concurrency: int
+    rate: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,8 @@ def key_of(run: RunData, cell: str, length: int | None = None) -> Key:
         prompt_tokens=info.prompt_tokens or 0,
         output_tokens=output,
         length=output if length is None else length,
-        concurrency=info.concurrency or 1,
+        concurrency=info.concurrency or (0 if info.rate else 1),
+        rate=info.rate or 0.0,
     )
 
 
