@@ -22,7 +22,8 @@ class Read(msgspec.Struct, frozen=True, kw_only=True):
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One line of requests.jsonl: one request, good or bad. Names and formulas as in docs/load.md.
 
-    `token_source` is where the output count comes from: server, ids or tokenizer; `method` is the label (`ddtree-b15`).
+    `token_source` is where the output count comes from: server, ids or tokenizer; `trace_source` is the same for the
+    chunks' counts; `method` is the label (`ddtree-b15`); `queue_s` and `server_accept_length` are the server's own.
     """
 
     schema: int = SCHEMA
@@ -69,6 +70,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     output_ids: list[int] | None = None
     text: str | None = None
     reasoning_text: str | None = None
+    trace_source: str | None = None
+    queue_s: float | None = None
+    server_accept_length: float | None = None
 
 
 class ChunkTrace(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,13 +86,20 @@ class ChunkTrace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Window(msgspec.Struct, frozen=True, kw_only=True):
-    """The steady window of a cell: tokens with start_s < t <= end_s."""
+    """The steady window of a cell: tokens with start_s < t <= end_s.
+
+    `running_source` is server (its own count, polled) or streams (those between first and last token); `waves` is
+    requests over concurrency: under 10 the window is short.
+    """
 
     start_s: float
     end_s: float
     tokens: int
     tokens_per_s: float
     running_mean: float | None = None
+    running_source: str | None = None
+    running_peak: int | None = None
+    waves: float | None = None
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,3 +135,11 @@ class CellRow(msgspec.Struct, frozen=True, kw_only=True):
     started_at: str | None = None
     simulated: bool | None = None
     time_scale: float | None = None
+    block: int = 0
+    title: str | None = None
+    output_tokens_total: int | None = None
+    peak_tokens_per_s: float | None = None
+    sessions: int | None = None
+    session_tokens_per_s: float | None = None
+    warmup: dict[str, Any] | None = None
+    client: dict[str, Any] | None = None

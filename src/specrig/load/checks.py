@@ -1,0 +1,307 @@
+"""The rules of a valid cell, each a row: rule, whether it held (null = not known), what was seen, what was expected.
+
+A cell that breaks one is invalid and never averaged in; a rule that the records cannot answer is listed as unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specrig.load.metrics import median
+from specrig.load.stream import Lag
+from specrig.load.windows import Steady
+from specrig.model.cell import Cell
+from specrig.model.record import Check, Request
+
+MAX_POST_EOS_SHARE = 0.25
+CACHE_TOLERANCE_TOKENS = 64
+CACHE_TOLERANCE_SHARE = 0.01
+MIN_RUNNING_SHARE = 0.75
+MAX_LAG_MS = 5.0
+MAX_LAG_SHARE = 0.01
+IDENTITY = (
+    "model_path", "served_model_name", "tokenizer_path", "context_length", "tp_size", "dp_size", "pp_size",
+    "base_gpu_id", "gpu_id_step", "quantization", "kv_cache_dtype", "dtype", "random_seed", "max_running_requests",
+    "disable_radix_cache", "speculative_algorithm", "speculative_draft_model_path", "speculative_num_draft_tokens",
+    "speculative_num_steps", "speculative_dflash_block_size", "speculative_ddtree_budget",
+    "speculative_dflash_tree_budget", "speculative_dflash_tree_width", "incremental_streaming_output", "version",
+)  # fmt: skip
+"""What of a server's own report must be the same before and after a cell."""
+
+
+def identity(info: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The parts of a server's report that make it the same server."""
+    return {} if info is None else {name: info[name] for name in IDENTITY if info.get(name) is not None}
+
+
+def method_of(info: Mapping[str, Any] | None) -> str | None:
+    """The method label that a server's own report amounts to; null where it does not say.
+
+    Args:
+        info: ``/server_info``.
+
+    Returns:
+        ``autoregressive``, ``dflash``, ``ddtree-b15``, or the algorithm's name in lower case.
+    """
+    if info is None or "speculative_algorithm" not in info:
+        return None
+    algorithm = info["speculative_algorithm"]
+    if algorithm is None:
+        return "autoregressive"
+    name = str(algorithm).lower()
+    budget = info.get("speculative_ddtree_budget") or info.get("speculative_dflash_tree_budget")
+    tree = (
+        name == "ddtree" or info.get("speculative_dflash_tree_verify") or info.get("speculative_dflash_enable_ddtree")
+    )
+    if tree:
+        return f"ddtree-b{budget}" if budget else "ddtree"
+    return name
+
+
+def acceptance_bound(method: str | None, info: Mapping[str, Any] | None) -> int | None:
+    """The most tokens that one verify step can yield, bonus included; null where the server does not tell.
+
+    A chain yields at most its draft tokens, a tree at most its depth + 1, which is its draft block.
+    """
+    if info is None or method is None or method == "autoregressive":
+        return None
+    names = ["speculative_dflash_block_size"]
+    if not method.startswith("ddtree"):
+        names.insert(0, "speculative_num_draft_tokens")
+    for name in names:
+        if isinstance(info.get(name), int) and info[name] > 0:
+            return int(info[name])
+    return None
+
+
+def asked_for(cell: Cell, info: Mapping[str, Any] | None) -> Check:
+    """Whether the server reports what the cell is defined on: model, tp, context length, method."""
+    if info is None:
+        return Check(rule="server is the one asked for", ok=None)
+    wanted: dict[str, Any] = {"served_model_name": cell.model}
+    seen: dict[str, Any] = {"served_model_name": info.get("served_model_name")}
+    for name, value in (("tp_size", cell.tp), ("context_length", cell.context_length)):
+        if value is not None and info.get(name) is not None:
+            wanted[name], seen[name] = value, info[name]
+    found = method_of(info)
+    if cell.method is not None and found is not None:
+        # dialects spell a method in many ways: the budget is compared where the server states one
+        same = (found == "autoregressive") == (cell.method == "autoregressive")
+        if same and "-b" in found and "-b" in cell.method:
+            same = found.rpartition("-b")[2] == cell.method.rpartition("-b")[2]
+        wanted["method"], seen["method"] = cell.method, cell.method if same else found
+    if seen["served_model_name"] is None:
+        del wanted["served_model_name"], seen["served_model_name"]
+    bad = sorted(name for name in wanted if wanted[name] != seen[name])
+    return Check(
+        rule="server is the one asked for",
+        ok=not bad,
+        seen={name: seen[name] for name in bad or wanted},
+        expected={name: wanted[name] for name in bad or wanted},
+    )
+
+
+def same_server(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> Check:
+    """Whether the server reported the same configuration before and after the cell."""
+    if before is None or after is None:
+        return Check(rule="same server before and after", ok=None)
+    one, two = identity(before), identity(after)
+    bad = sorted(name for name in {*one, *two} if one.get(name) != two.get(name))
+    return Check(
+        rule="same server before and after",
+        ok=not bad,
+        seen={name: two.get(name) for name in bad} or None,
+        expected={name: one.get(name) for name in bad} or None,
+    )
+
+
+def failures(records: Sequence[Request], planned: int) -> Check:
+    """Whether every request that was planned was made and succeeded; with the first failure's own words."""
+    failed = [record for record in records if not record.ok]
+    if failed:
+        words = failed[0].server_message or failed[0].error or "unknown"
+        text = f"{len(failed)} of {planned} failed ({failed[0].error}: {words})"
+        return Check(rule="every request succeeded", ok=False, seen=text, expected="none")
+    return Check(rule="every request succeeded", ok=len(records) == planned, seen=len(records), expected=planned)
+
+
+def record_checks(cell: Cell, records: Sequence[Request], method: str | None, bound: int | None) -> list[Check]:
+    """The rules that the successful requests' own figures answer.
+
+    Args:
+        cell: what was asked for.
+        records: the successful requests.
+        method: the label of what ran, where known.
+        bound: the acceptance bound, where known.
+
+    Returns:
+        One row a rule.
+    """
+    rows: list[Check] = []
+    if cell.stop == "length":
+        rows.append(_all_equal("finish reason is length", [r.finish_reason for r in records], "length"))
+        rows.append(_pairs("output tokens as asked", [(r.output_tokens, r.output_tokens_asked) for r in records]))
+    counted = [r for r in records if r.token_source == "tokenizer"]
+    rows.append(
+        Check(
+            rule="token count is the server's",
+            ok=not counted,
+            seen=f"{len(counted)} counted by the tokenizer: the server sent no usage" if counted else None,
+            expected="the server's count" if counted else None,
+        )
+    )
+    rows.append(_pairs("prompt tokens as asked", [(r.prompt_tokens, r.prompt_tokens_asked) for r in records]))
+    rows.append(
+        _pairs(
+            "output ids match the token count",
+            [(len(r.output_ids) if r.output_ids else None, r.output_tokens) for r in records],
+        )
+    )
+    rows.append(_speculation(method, records))
+    taus = [1 + r.correct_drafts / r.verify_steps for r in records if r.verify_steps and r.correct_drafts is not None]
+    if taus and bound is not None:
+        rows.append(
+            Check(
+                rule="acceptance length within its bound",
+                ok=max(taus) <= bound + 1e-9,
+                seen=round(max(taus), 3),
+                expected=bound,
+            )
+        )
+    rows.append(_post_eos(cell, records))
+    if cell.cache in ("flush", "unique"):
+        rows.append(_cold(records))
+    return rows
+
+
+def _all_equal(rule: str, seen: Sequence[Any], expected: Any) -> Check:
+    bad = [value for value in seen if value != expected]
+    return Check(rule=rule, ok=not bad, seen=bad[0] if bad else expected, expected=expected)
+
+
+def _pairs(rule: str, pairs: Sequence[tuple[int | None, int | None]]) -> Check:
+    known = [(a, b) for a, b in pairs if a is not None and b is not None]
+    if not known:
+        return Check(rule=rule, ok=None)
+    bad = [(a, b) for a, b in known if a != b]
+    return Check(rule=rule, ok=not bad, seen=bad[0][0] if bad else None, expected=bad[0][1] if bad else None)
+
+
+def _speculation(method: str | None, records: Sequence[Request]) -> Check:
+    steps = [r.verify_steps for r in records]
+    if method == "autoregressive":
+        on = any(value for value in steps)
+        return Check(
+            rule="no speculation in the baseline",
+            ok=not on,
+            seen="verify steps" if on else None,
+            expected="none" if on else None,
+        )
+    if method is None:
+        return Check(rule="speculation was on", ok=None)
+    off = sum(1 for value in steps if not value)
+    if off == len(steps) and all(r.output_ids is None for r in records):
+        # an OpenAI route without the extension says nothing about speculation either way
+        return Check(rule="speculation was on", ok=None)
+    return Check(
+        rule="speculation was on",
+        ok=off == 0,
+        seen=f"{off} of {len(steps)} requests without a verify step" if off else None,
+        expected="verify steps in every request" if off else None,
+    )
+
+
+def _post_eos(cell: Cell, records: Sequence[Request]) -> Check:
+    rule = "share of tokens after the first end of sequence"
+    limit = f"at most {MAX_POST_EOS_SHARE:.0%}"
+    if cell.stop != "length" or all(r.output_ids is None for r in records):
+        return Check(rule=rule, ok=None, expected=limit)
+    total = sum(r.output_tokens or 0 for r in records)
+    after = sum((r.output_tokens or 0) - r.first_eos - 1 for r in records if r.first_eos is not None)
+    share = after / total if total else 0.0
+    return Check(rule=rule, ok=share <= MAX_POST_EOS_SHARE, seen=f"{share:.0%}", expected=limit)
+
+
+def _cold(records: Sequence[Request]) -> Check:
+    rule = "prompt not served from the cache"
+    known = [(r.cached_tokens, r.prompt_tokens or 0) for r in records if r.cached_tokens is not None and not r.turn]
+    if not known:
+        return Check(rule=rule, ok=None)
+    worst, prompt = max(known)
+    limit = max(CACHE_TOLERANCE_TOKENS, int(CACHE_TOLERANCE_SHARE * prompt))
+    return Check(rule=rule, ok=worst <= limit, seen=f"{worst} cached tokens", expected=f"at most {limit}")
+
+
+def concurrency_reached(
+    cell: Cell, window: Steady | None, server_running: float | None, server_peak: int | None, sent: int
+) -> Check | None:
+    """Whether as many requests ran on the server as were asked for at once.
+
+    Args:
+        cell: what was asked for.
+        window: the steady window, from the streams themselves.
+        server_running: the server's own count of running requests, averaged over the window, where it was polled.
+        server_peak: the most it counted.
+        sent: how many requests there were.
+
+    Returns:
+        The row; null for concurrency 1 and for open loops.
+    """
+    wanted = min(cell.concurrency or 1, sent)
+    if wanted <= 1 or cell.arrival != "closed":
+        return None
+    rule = "concurrency reached on the server"
+    if window is None:
+        return Check(rule=rule, ok=None, expected=wanted)
+    mean = window.running_mean if server_running is None else server_running
+    most = max(window.running_peak, server_peak or 0)
+    ok = most >= wanted and mean >= MIN_RUNNING_SHARE * wanted
+    return Check(rule=rule, ok=ok, seen=f"{mean:.2f} on average, {most} at most", expected=wanted)
+
+
+def client_kept_up(lag: Lag, records: Sequence[Request]) -> Check:
+    """Whether the client's own lateness is small against what it measured.
+
+    The 99th percentile of the event loop's lateness is at most 5 ms, or 1 % of the median time from the first to the
+    last token, whichever is more.
+    """
+    spans = [r.finished_s - r.first_s for r in records if r.finished_s is not None and r.first_s is not None]
+    limit = max(MAX_LAG_MS, MAX_LAG_SHARE * 1e3 * (median(spans) or 0.0))
+    return Check(
+        rule="client kept up",
+        ok=None if not lag.samples else lag.p99_ms <= limit,
+        seen=f"loop lag p99 {lag.p99_ms:g} ms, {lag.cpu:.0%} of a core",
+        expected=f"p99 at most {limit:.3g} ms",
+    )
+
+
+def arrivals_kept(records: Sequence[Request], rate: float) -> Check:
+    """Whether the requests of an open loop left when they were due, within a tenth of the mean gap or 10 ms."""
+    late = sorted(r.sent_s - r.scheduled_s for r in records if r.sent_s is not None and r.scheduled_s is not None)
+    limit = max(0.010, 0.1 / rate)
+    if not late:
+        return Check(rule="requests left when due", ok=None)
+    worst = late[min(len(late) - 1, int(len(late) * 0.99))]
+    return Check(
+        rule="requests left when due",
+        ok=worst <= limit,
+        seen=f"p99 {worst * 1e3:.1f} ms late",
+        expected=f"at most {limit * 1e3:.0f} ms",
+    )
+
+
+def verdict(checks: Sequence[Check]) -> str | None:
+    """The rules that were broken, in one line; null where none was."""
+    broken = []
+    for check in checks:
+        if check.ok is False:
+            seen = "" if check.seen is None else f": saw {_show(check.seen)}, expected {_show(check.expected)}"
+            broken.append(check.rule + seen)
+    return "; ".join(broken) or None
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_show(item)}" for name, item in value.items())
+    return "nothing" if value is None else str(value)

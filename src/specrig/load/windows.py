@@ -1,0 +1,128 @@
+"""The steady window of a cell, and what ran in it. Pure functions of the traces."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stream:
+    """What a window needs of one successful request; seconds on one clock.
+
+    Attributes:
+        sent: when its bytes were written.
+        due: when it was due.
+        t: chunk arrivals, ascending.
+        k: new tokens of each chunk.
+    """
+
+    sent: float
+    due: float
+    t: Sequence[float]
+    k: Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steady:
+    """A steady window.
+
+    Attributes:
+        start, end: tokens with start < t <= end are counted.
+        tokens: how many there are.
+        tokens_per_s: tokens over the window's length.
+        running_mean: streams between their first and last token, averaged over the window's time.
+        running_peak: the most of them at once, in the whole cell.
+        waves: requests over concurrency; under 10 the window is short, 1 is a single wave.
+    """
+
+    start: float
+    end: float
+    tokens: int
+    tokens_per_s: float
+    running_mean: float
+    running_peak: int
+    waves: float
+
+
+def steady(streams: Sequence[Stream], concurrency: int) -> Steady | None:
+    """The window of a closed loop of N requests at concurrency c.
+
+    From the latest first token among the first c requests to the finish after which nothing is sent anew, the
+    (N - c + 1)-th; with N = c (a single wave) that is the last first token to the first finish.
+
+    Args:
+        streams: the requests that brought tokens, in any order.
+        concurrency: c; more than N counts as N.
+
+    Returns:
+        The window; null where it has no length or there is no request.
+    """
+    ordered = sorted((s for s in streams if s.t), key=lambda s: s.sent)
+    if not ordered:
+        return None
+    c = max(1, min(concurrency, len(ordered)))
+    start = max(s.t[0] for s in ordered[:c])
+    end = sorted(s.t[-1] for s in ordered)[len(ordered) - c]
+    return _window(ordered, start, end, len(ordered) / c)
+
+
+def arrivals_window(streams: Sequence[Stream]) -> Steady | None:
+    """The window of an open loop: from the first moment a request was due to the last one.
+
+    Args:
+        streams: the requests that brought tokens.
+
+    Returns:
+        The window; null where it has no length.
+    """
+    known = [s for s in streams if s.t]
+    if not known:
+        return None
+    return _window(known, min(s.due for s in known), max(s.due for s in known), 1.0)
+
+
+def _window(streams: Sequence[Stream], start: float, end: float, waves: float) -> Steady | None:
+    if not end > start:
+        return None
+    tokens = sum(k for s in streams for t, k in zip(s.t, s.k, strict=True) if start < t <= end)
+    span = end - start
+    running = sum(max(0.0, min(s.t[-1], end) - max(s.t[0], start)) for s in streams) / span
+    return Steady(
+        start=start,
+        end=end,
+        tokens=tokens,
+        tokens_per_s=tokens / span,
+        running_mean=running,
+        running_peak=peak(streams),
+        waves=waves,
+    )
+
+
+def peak(streams: Sequence[Stream]) -> int:
+    """The most streams that were between their first and last token at one moment, ends included."""
+    edges = sorted([(s.t[0], 0) for s in streams if s.t] + [(s.t[-1], 1) for s in streams if s.t])
+    running = most = 0
+    for _, leaving in edges:
+        running += -1 if leaving else 1
+        most = max(most, running)
+    return most
+
+
+def peak_rate(streams: Sequence[Stream], bucket_s: float = 1.0) -> float | None:
+    """The busiest bucket's tokens a second, token-weighted.
+
+    Args:
+        streams: the requests.
+        bucket_s: the bucket's length.
+
+    Returns:
+        Tokens a second; null without tokens. Never below the mean over whole buckets.
+    """
+    buckets: dict[int, int] = {}
+    for stream in streams:
+        for t, k in zip(stream.t, stream.k, strict=True):
+            bucket = math.floor(t / bucket_s)
+            buckets[bucket] = buckets.get(bucket, 0) + k
+    return max(buckets.values()) / bucket_s if buckets else None
