@@ -233,7 +233,8 @@ def resolve(method, budget, overrides=None):
         dict with ``method`` (canonical), ``dialect``, ``label`` (``ddtree-b15``, ``dflash``), ``budget``, ``flags``
         (with ``{draft_model}`` still in place), ``needs``, ``env``, ``draft_tokens`` (tokens verified per step, 0 for
         autoregressive), ``block_size``, ``tree_depth`` (a step commits at most tree_depth + 1 tokens),
-        ``reserved_tokens`` (held back from the context window), ``note``. A number that a user's row leaves out is None.
+        ``reserved_tokens`` (held back from the context window), ``note``. A number that a
+        user's row leaves out is None.
 
     Raises:
         DialectError: one line.

@@ -159,7 +159,7 @@ def _choose(name, profile, gpus, nodes, free, why_not, links):
         return _closest(free, tp, links), None
     if unknown:
         return None, (
-            "%s needs %d GPUs of one NUMA node, but the host does not say which node %s on: %s free%s; "
+            "%s needs %d GPUs of one NUMA node, but the host does not know the node of %s: free are %s%s; "
             "set numa: span in the profile to accept that, or give the VM its NUMA topology"
             % (
                 name,
@@ -255,12 +255,12 @@ class _NodeCpus:
         claims = len(serving) + bool(benchmarks) + 1
         if len(self.cores) >= slices:
             parts = _cut(self.cores, slices)
-            self.by_gpu = dict(zip(self.gpus, parts))
+            self.by_gpu = {gpu: parts[place] for place, gpu in enumerate(self.gpus)}
             self.client = _flat(parts[-1])
             return
         if len(self.cores) >= claims:
             parts = _cut(self.cores, claims)
-            shares = dict(zip(serving, parts))
+            shares = {name: parts[place] for place, name in enumerate(serving)}
             for name in benchmarks:
                 shares[name] = self.cores[: -len(parts[-1])] if take_over else parts[-2]
         else:

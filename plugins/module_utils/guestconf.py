@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads and converges a guest's configuration: plain LXC (``key = value``) and Proxmox VE (``key: value``).
+
+Which lines are ours is told by content, since Proxmox VE rewrites the file and moves comments away from what they
+mark. A line of the main section is ours when it
+
+* equals a line that we want now, or
+* equals a line that we recorded having written (``owned``: the state file beside the guest), or
+* is an ``lxc.mount.entry`` or ``mpN`` of a target inside the guest that we want or recorded: two mounts on one target
+  cannot both be right.
+
+Everything else belongs to somebody else and keeps every byte: other sections (snapshots, ``[pve:pending]``), comments,
+and device rules that merely look stale. Those are reported.
+"""
+
+from __future__ import annotations
+
+import re
+
+from .text import clean
+
+_PAIR = {
+    "lxc": re.compile(r"^\s*(lxc\.[A-Za-z0-9_.\-]+)\s*=\s*(.*?)\s*$"),
+    "pve": re.compile(r"^(lxc\.[A-Za-z0-9_.\-]+)\s*[:=]\s*(.*?)\s*$|^([a-z][a-z_]*\d*):\s*(.*?)\s*$"),
+}
+_SECTION = re.compile(r"^\[\s*([^\]]+?)\s*\]\s*$")
+_RULE = re.compile(r"^([abc])(?:\s+(\d+|\*):(\d+|\*)\s+([rwm]+))?$")
+ALLOW = "lxc.cgroup2.devices.allow"
+MOUNT = "lxc.mount.entry"
+# Majors that the kernel hands out dynamically: a number there means nothing after a reboot.
+_DYNAMIC = (range(234, 255), range(384, 512))
+
+
+def style_of(text):
+    """Return ``pve``, ``lxc`` or None, by what the lines look like."""
+    votes = {"lxc": 0, "pve": 0}
+    for line in clean(text).split("\n"):
+        if _SECTION.match(line):
+            votes["pve"] += 1
+        elif re.match(r"^\s*lxc\.[A-Za-z0-9_.\-]+\s*=", line):
+            votes["lxc"] += 1
+        elif re.match(r"^lxc\.[A-Za-z0-9_.\-]+:", line) or re.match(
+            r"^(arch|cores|cpulimit|cpuunits|dev\d+|features|hostname|memory|mp\d+|nameserver|net\d+|onboot|ostype"
+            r"|parent|protection|rootfs|snaptime|startup|swap|tags|unprivileged|lock|description|hookscript|tty"
+            r"|cmode|console|searchdomain|template|timezone|unused\d+|entrypoint|env):\s",
+            line,
+        ):
+            votes["pve"] += 1
+    if not any(votes.values()):
+        return None
+    return "pve" if votes["pve"] >= votes["lxc"] else "lxc"
+
+
+def _pair(line, style):
+    if line.lstrip().startswith("#"):
+        return None
+    match = _PAIR[style].match(line.rstrip("\r\n"))
+    if not match:
+        return None
+    key, value = (match.group(1), match.group(2)) if match.lastindex <= 2 else (match.group(3), match.group(4))
+    return key, " ".join(value.split())
+
+
+def _split(text):
+    """Return the lines with their own ends; only newline ends a line."""
+    return re.findall(r"[^\n]*\n|[^\n]+$", text)
+
+
+def _main_length(lines, style):
+    """Return how many lines the main section has; plain LXC has no other."""
+    if style != "pve":
+        return len(lines)
+    for number, line in enumerate(lines):
+        if _SECTION.match(line.rstrip("\r\n")):
+            return number
+    return len(lines)
+
+
+def _mount_target(key, value):
+    """Return the path inside the guest that a mount line covers, without leading slash; None for other lines."""
+    if key == MOUNT:
+        fields = value.split()
+        return fields[1].lstrip("/") if len(fields) > 1 else None
+    if re.match(r"^mp\d+$", key):
+        match = re.search(r"(?:^|,)mp=([^,]+)", value)
+        return match.group(1).strip().lstrip("/") if match else None
+    return None
+
+
+def rule(value):
+    """Return {type, major, minor, access} of a device rule's value; a wildcard is None, ``a`` has only nulls."""
+    match = _RULE.match(" ".join(value.split()))
+    if not match:
+        return None
+    kind, major, minor, access = match.groups()
+    return {
+        "type": kind,
+        "major": None if major in (None, "*") else int(major),
+        "minor": None if minor in (None, "*") else int(minor),
+        "access": access,
+    }
+
+
+def device_rule(major, minor):
+    """Return the rule that opens one node: no other minor, and no mknod.
+
+    The text matters: a running guest's rule can only be taken back with the text that granted it.
+    """
+    return "c %d:%d rw" % (major, minor)
+
+
+def node_lines(nodes):
+    """Return the (key, value) pairs that hand device nodes to a guest: one rule and one bind mount for each.
+
+    Args:
+        nodes: [{path, major, minor}], for instance of the look; only character devices belong here.
+    """
+    lines = []
+    for node in sorted(nodes, key=lambda item: (item["major"], item["minor"], item["path"])):
+        pair = (ALLOW, device_rule(node["major"], node["minor"]))
+        if pair not in lines:
+            lines.append(pair)
+    for node in sorted(nodes, key=lambda item: item["path"]):
+        lines.append((MOUNT, "%s %s none bind,optional,create=file 0 0" % (node["path"], node["path"].lstrip("/"))))
+    return lines
+
+
+def folder_line(source, target, read_only=True):
+    """Return the (key, value) pair that binds a host folder into a guest."""
+    for path in (source, target):
+        if not path.startswith("/") or re.search(r"\s", path):
+            raise ValueError("mount path %r; expected an absolute path without blanks" % path)
+    options = "bind,%screate=dir" % ("ro," if read_only else "")
+    return MOUNT, "%s %s none %s 0 0" % (source.rstrip("/"), target.strip("/"), options)
+
+
+def _is_stale(found, majors, names):
+    """Tell whether a rule names a major that no NVIDIA driver has now; None where that cannot be known."""
+    if found is None or found["type"] != "c" or found["major"] is None or majors is None:
+        return None
+    if found["major"] in [major for major in majors.values() if major is not None]:
+        return False
+    if not any(found["major"] in span for span in _DYNAMIC):
+        return False
+    if majors.get("nvidia-uvm") is None:
+        return None
+    owner = (names or {}).get(found["major"], [])
+    return not any(name.startswith("nvidia") for name in owner)
+
+
+def parse(text, style=None, majors=None, names=None):
+    """Return what a guest's configuration says about devices.
+
+    Args:
+        text: the whole file.
+        style: lxc or pve; None means by the look of it.
+        majors: the live majors {"nvidia": 195, ...}; without them ``stale`` is None.
+        names: {major: [driver names]} of the character section of /proc/devices.
+
+    Returns:
+        dict: ``style``, ``sections`` (names of the sections after the main one), ``device_rules``
+        [{text, major, minor, access, stale, owner}] of the main section, ``mounts`` [{source, target, text}],
+        ``devs`` [{key, path, text}], ``v1_keys`` (texts), ``duplicates`` (texts), ``unprivileged`` (bool or None),
+        ``elsewhere`` [{section, text}] (device lines of other sections: without effect), ``entries``.
+
+    Raises:
+        ValueError: where the text is in neither style.
+    """
+    style = style or style_of(text)
+    if style not in _PAIR:
+        raise ValueError("not a guest config: no line like lxc.key = value, and none like cores: 8")
+    lines = _split(text.lstrip("\ufeff"))
+    length = _main_length(lines, style)
+    result = {
+        "style": style,
+        "sections": [],
+        "device_rules": [],
+        "mounts": [],
+        "devs": [],
+        "v1_keys": [],
+        "duplicates": [],
+        "unprivileged": None,
+        "elsewhere": [],
+        "entries": [],
+    }
+    section = None
+    for number, line in enumerate(lines):
+        bare = clean(line).rstrip("\n")
+        header = _SECTION.match(bare) if number >= length else None
+        if header:
+            section = header.group(1)
+            result["sections"].append(section)
+            continue
+        pair = _pair(bare, style)
+        if pair is None:
+            continue
+        key, value = pair
+        device = key.startswith("lxc.cgroup") and ".devices." in key
+        if section is not None:
+            if device or key == MOUNT:
+                result["elsewhere"].append({"section": section, "text": bare.strip()})
+            continue
+        result["entries"].append(pair)
+        if key.startswith("lxc.cgroup."):
+            result["v1_keys"].append(bare.strip())
+        elif key == ALLOW:
+            found = rule(value) or {"type": None, "major": None, "minor": None, "access": None}
+            result["device_rules"].append(
+                {
+                    "text": value,
+                    "major": found["major"],
+                    "minor": found["minor"],
+                    "access": found["access"],
+                    "stale": _is_stale(found, majors, names),
+                    "owner": (names or {}).get(found["major"]),
+                }
+            )
+        elif key == MOUNT:
+            fields = value.split()
+            result["mounts"].append(
+                {"source": fields[0] if fields else None, "target": _mount_target(key, value), "text": value}
+            )
+        elif re.match(r"^dev\d+$", key):
+            result["devs"].append({"key": key, "path": re.sub(r"^path=", "", value.split(",")[0]), "text": value})
+        elif key == "unprivileged":
+            result["unprivileged"] = value == "1"
+        elif key == "lxc.idmap":
+            result["unprivileged"] = True
+    counted = {}
+    for pair in result["entries"]:
+        if pair[0] in (ALLOW, MOUNT):
+            counted[pair] = counted.get(pair, 0) + 1
+    result["duplicates"] = ["%s %s" % pair for pair, times in counted.items() if times > 1]
+    return result
+
+
+def converge(text, style, wanted, owned=()):
+    """Return (new text, report): our lines as wanted, every other byte as it was.
+
+    Args:
+        text: the whole file as it is.
+        style: lxc or pve.
+        wanted: (key, value) pairs that the main section must hold, each once.
+        owned: (key, value) pairs that we wrote before; those not wanted any more are removed.
+
+    Returns:
+        The new text, equal to the old one where nothing is to do, and a dict: ``added``, ``removed``, ``healed``
+        (duplicates of ours taken out), each a list of [key, value]; ``owned``: the pairs to record as ours from now
+        on, which are those that we add or had recorded, never one that stood there before us.
+
+    Raises:
+        ValueError: for a style or line that is not understood.
+    """
+    if style not in _PAIR:
+        raise ValueError("style is %r; expected lxc or pve" % (style,))
+    wanted_pairs = []
+    for key, value in wanted:
+        pair = (key, " ".join(str(value).split()))
+        if "\n" in key or not pair[1] or _pair(_render(pair, style, "\n"), style) != pair:
+            raise ValueError("%s %r is no line of a %s config" % (key, value, style))
+        if pair not in wanted_pairs:
+            wanted_pairs.append(pair)
+    owned_pairs = {(key, " ".join(str(value).split())) for key, value in owned}
+    targets = {_mount_target(*pair) for pair in [*wanted_pairs, *owned_pairs]} - {None}
+
+    lines = _split(text)
+    length = _main_length(lines, style)
+    seen, keep = set(), []
+    added, removed, healed = [], [], []
+    for line in lines[:length]:
+        pair = _pair(line, style)
+        if pair is None:
+            keep.append(line)
+        elif pair in wanted_pairs:
+            if pair in seen:
+                healed.append(list(pair))
+            else:
+                seen.add(pair)
+                keep.append(line)
+        elif pair in owned_pairs or _mount_target(*pair) in targets:
+            removed.append(list(pair))
+        else:
+            keep.append(line)
+    missing = [pair for pair in wanted_pairs if pair not in seen]
+    added = [list(pair) for pair in missing]
+    if missing:
+        keep = _insert(keep, [_render(pair, style, _newline(lines)) for pair in missing], _newline(lines))
+    mine = [list(pair) for pair in wanted_pairs if pair in owned_pairs or pair in missing]
+    report = {"added": added, "removed": removed, "healed": healed, "owned": mine}
+    return "".join(keep + lines[length:]), report
+
+
+def _newline(lines):
+    ends = [line.endswith("\r\n") for line in lines if line.endswith("\n")]
+    return "\r\n" if ends and all(ends) else "\n"
+
+
+def _render(pair, style, newline):
+    return "%s%s%s%s" % (pair[0], " = " if style == "lxc" else ": ", pair[1], newline)
+
+
+def _insert(lines, new, newline):
+    """Put the new lines after the last line of the main section that is not blank."""
+    place = len(lines)
+    while place and not lines[place - 1].strip():
+        place -= 1
+    before = list(lines[:place])
+    if before and not before[-1].endswith("\n"):
+        before[-1] += newline
+    return before + new + list(lines[place:])

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads NUMA nodes from ``numactl -H``, ``lscpu`` (in any language) and lists of sysfs files."""
+
+from __future__ import annotations
+
+import re
+
+from . import cpulist
+from .text import bus_id, clean
+
+_NUMACTL = re.compile(r"^node (\d+) (cpus|size|free):\s*(.*)$")
+_LSCPU = re.compile(r"^[^\d:]*NUMA[^\d:]*(\d+)[^\d:]*:\s*([\d,\-]*)\s*$")
+_SYSFS_GPU = re.compile(r"^/sys/bus/pci/devices/([0-9a-fA-F:.]+)/numa_node[:\s]+(-?\d+)\s*$")
+_SYSFS_NODE = re.compile(r"^/sys/devices/system/node/node(\d+)/cpulist[:\s]+([\d,\-]*)\s*$")
+
+
+def node_row(node, cpu_list=None, memory_mib=None):
+    """Return a node in the shape of the look; CPUs that are not known are None, no CPUs is an empty list."""
+    return {
+        "node": node,
+        "cpus": None if cpu_list is None else cpulist.format(cpu_list),
+        "cpu_list": cpu_list,
+        "memory_mib": memory_mib,
+        "memory_policy": None,
+    }
+
+
+def parse(text):
+    """Return {"numa": [...], "gpus": [{bus_id, numa_node}], "problems": [...]}.
+
+    Raises:
+        ValueError: where no line names a node.
+    """
+    nodes, gpus, problems, offline = {}, [], [], None
+    for line in clean(text).split("\n"):
+        match = _NUMACTL.match(line)
+        if match:
+            row = nodes.setdefault(int(match.group(1)), node_row(int(match.group(1))))
+            if match.group(2) == "cpus":
+                try:
+                    row["cpu_list"] = cpulist.parse(match.group(3))
+                    row["cpus"] = cpulist.format(row["cpu_list"])
+                except ValueError as error:
+                    problems.append("node %s: %s" % (match.group(1), error))
+            elif match.group(2) == "size" and re.match(r"^\d+ MB$", match.group(3).strip()):
+                row["memory_mib"] = int(match.group(3).split()[0])
+            continue
+        match = _SYSFS_GPU.match(line)
+        if match and bus_id(match.group(1)):
+            node = int(match.group(2))
+            gpus.append({"bus_id": bus_id(match.group(1)), "numa_node": node if node >= 0 else None})
+            continue
+        match = _SYSFS_NODE.match(line) or _LSCPU.match(line)
+        if match:
+            try:
+                nodes[int(match.group(1))] = node_row(int(match.group(1)), cpulist.parse(match.group(2)))
+            except ValueError as error:
+                problems.append("node %s: %s" % (match.group(1), error))
+            continue
+        if line.lower().startswith("off-line cpu(s) list:"):
+            offline = line.split(":", 1)[1].strip()
+    if not nodes and not gpus:
+        raise ValueError("no NUMA node named: not numactl -H, lscpu or a list of numa_node files")
+    for gpu in gpus:
+        if gpu["numa_node"] is None:
+            problems.append("the NUMA node of %s is not known (-1, usual in a VM)" % gpu["bus_id"])
+    for node in sorted(nodes):
+        if nodes[node]["cpu_list"] == [] and nodes[node]["memory_mib"] == 0:
+            problems.append("node %d has neither CPUs nor memory" % node)
+    return {"numa": [nodes[n] for n in sorted(nodes)], "gpus": gpus, "offline_cpus": offline, "problems": problems}

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads ``nvidia-smi``: CSV queries, ``-q``, ``-L``, and the sentences it prints instead of them.
+
+A value that the tool does not know (``[N/A]``, ``[Not Supported]``, ``ERR!``) is None. A GPU that says "requires
+reset" is unhealthy, and the zero it reports as used memory is None, not 0.
+"""
+
+from __future__ import annotations
+
+import re
+
+from .text import bus_id, clean
+
+_UNKNOWN = re.compile(
+    r"^\[?\s*(n/a|not supported|not found|unknown error|unknown|insufficient permissions|err!"
+    r"|requested functionality .*)\s*\]?$",
+    re.IGNORECASE,
+)
+_SICK = re.compile(r"requires? (?:a )?reset|gpu is lost|unknown error|\berr!|fallen off", re.IGNORECASE)
+_FAILURE = re.compile(
+    r"Failed to initialize NVML|NVIDIA-SMI has failed|No devices were found|Unable to determine the device handle"
+    r"|is not a valid field to query|couldn't find libnvidia-ml|libnvidia-ml\.so.*(?:not found|cannot open)",
+    re.IGNORECASE,
+)
+_LIST = re.compile(r"^GPU (\d+): (.*?)\s*\(UUID: (GPU-[0-9A-Za-z-]+)\)\s*$")
+_MIG = re.compile(r"^\s+MIG (.*?)\s+Device\s+(\d+):\s*\(UUID: (MIG-[^)]+)\)")
+_Q_GPU = re.compile(r"^GPU ([0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7])\s*$")
+_Q_LINE = re.compile(r"^(\s*)(\S.*?)\s*(?::\s?(.*))?$")
+_COLUMN = re.compile(r"^[a-z][a-z0-9_.]*(?: \[[^\]]+\])?$")
+
+
+def failure(text):
+    """Return the line in which nvidia-smi says that it failed, or None."""
+    for line in clean(text).split("\n"):
+        if _FAILURE.search(line):
+            return " ".join(line.split())[:200]
+    return None
+
+
+def library_version(text):
+    """Return the version of the user-space library where an NVML failure names it, or None."""
+    match = re.search(r"NVML library version:\s*(\d+(?:\.\d+)+)", clean(text))
+    return match.group(1) if match else None
+
+
+def value(cell):
+    """Return the cell's text, or None where the tool says that it does not know."""
+    text = (cell or "").strip()
+    return None if not text or _UNKNOWN.match(text) or _SICK.search(text) else text
+
+
+def mib(cell):
+    """Return a memory cell in MiB (``97887 MiB`` or, without units, ``97887``), or None."""
+    match = re.match(r"^(\d+)(?:\.\d+)?\s*(MiB|MB|GiB|KiB)?$", value(cell) or "")
+    if not match:
+        return None
+    number = int(match.group(1))
+    return {"GiB": number * 1024, "KiB": number // 1024}.get(match.group(2), number)
+
+
+def number(cell):
+    """Return a whole number, or None."""
+    text = value(cell)
+    return int(text) if text and re.match(r"^\d+$", text) else None
+
+
+def gpu(
+    index=None, bus=None, minor=None, uuid=None, name=None, total=None, used=None, healthy=None, reason=None, mig=None
+):
+    """Return the facts of a GPU in the one shape that all parsers share; a fact that is not there is None."""
+    return {
+        "index": index,
+        "bus_id": bus,
+        "minor": minor,
+        "uuid": uuid,
+        "name": name,
+        "numa_nodes": None,
+        "memory_total_mib": total,
+        "memory_used_mib": None if healthy is False else used,
+        "healthy": healthy,
+        "reason": reason,
+        "mig": mig,
+    }
+
+
+def looks_like_csv(text):
+    """Tell whether the first line is a CSV header of nvidia-smi (``index, uuid, pci.bus_id``)."""
+    for line in clean(text).split("\n"):
+        if not line.strip() or line.startswith("#"):
+            continue
+        cells = [cell.strip() for cell in line.split(",")]
+        return len(cells) > 1 and all(_COLUMN.match(cell) for cell in cells) and not cells[0].isdigit()
+    return False
+
+
+def parse_csv(text, columns=None):
+    """Return the rows of a CSV query as dicts of raw cells, with column names without their unit.
+
+    Args:
+        text: with a header line, unless ``columns`` is given (``noheader``).
+        columns: names of the columns, in order.
+
+    Returns:
+        dict: ``columns``, ``rows``, ``problems``. A comma inside a name is put back into the name's cell.
+
+    Raises:
+        ValueError: where there is no header and no columns were given, or nvidia-smi says that it failed.
+    """
+    failed = failure(text)
+    if failed:
+        raise ValueError(failed)
+    rows, problems = [], []
+    for line in clean(text).split("\n"):
+        if not line.strip() or line.startswith("#"):
+            continue
+        cells = [cell.strip() for cell in line.split(",")]
+        if columns is None:
+            if not looks_like_csv(line):
+                raise ValueError("not a CSV query of nvidia-smi: the first line is %r, expected a header" % line[:60])
+            columns = [re.sub(r" \[[^\]]+\]$", "", cell) for cell in cells]
+            continue
+        surplus = len(cells) - len(columns)
+        if surplus > 0:
+            wide = next((i for i, column in enumerate(columns) if column in ("process_name", "name")), None)
+            if wide is not None:
+                cells[wide : wide + surplus + 1] = [", ".join(cells[wide : wide + surplus + 1])]
+        if len(cells) != len(columns):
+            problems.append("a line has %d of %d cells: %r" % (len(cells), len(columns), line[:60]))
+            continue
+        rows.append(dict(zip(columns, cells)))  # noqa: B905 (strict= needs Python 3.10)
+    return {"columns": columns or [], "rows": rows, "problems": problems}
+
+
+def gpus_of_csv(parsed):
+    """Return (GPUs, problems) of a parsed ``--query-gpu``."""
+    gpus, problems = [], list(parsed["problems"])
+    for row in parsed["rows"]:
+        sick = next((cell for cell in row.values() if _SICK.search(cell)), None)
+        alive = [row[c] for c in ("temperature.gpu", "utilization.gpu") if c in row]
+        healthy = False if sick else (True if any(number(re.sub(r"\s*%$", "", a)) is not None for a in alive) else None)
+        mig = value(row.get("mig.mode.current"))
+        index = number(row.get("index"))
+        reason = sick.strip("[] ") if sick else None
+        if sick:
+            problems.append("GPU %s: %s" % ("?" if index is None else index, reason))
+        gpus.append(
+            gpu(
+                index=index,
+                bus=bus_id(value(row.get("pci.bus_id") or row.get("gpu_bus_id"))),
+                uuid=value(row.get("uuid") or row.get("gpu_uuid")),
+                name=value(row.get("name") or row.get("gpu_name")),
+                total=mib(row.get("memory.total")),
+                used=mib(row.get("memory.used")),
+                healthy=healthy,
+                reason=reason,
+                mig=None if mig is None else mig.lower() == "enabled",
+            )
+        )
+    return gpus, problems
+
+
+def processes_of_csv(parsed):
+    """Return [{gpu_uuid, pid, name, memory_mib}] of a parsed ``--query-compute-apps``."""
+    found = []
+    for row in parsed["rows"]:
+        pid = number(row.get("pid"))
+        if pid is not None:
+            found.append(
+                {
+                    "gpu_uuid": value(row.get("gpu_uuid")),
+                    "pid": pid,
+                    "name": value(row.get("process_name") or row.get("name")),
+                    "memory_mib": mib(row.get("used_gpu_memory") or row.get("used_memory")),
+                }
+            )
+    return found
+
+
+def is_q(text):
+    """Tell whether the text is a log of ``nvidia-smi -q``."""
+    return any("NVSMI LOG" in line or _Q_GPU.match(line) for line in clean(text).split("\n"))
+
+
+def _q_gpu(bus, facts, index):
+    sick = next((found for found in facts.values() if _SICK.search(found)), None)
+    action = facts.get("GPU Recovery Action")
+    if not sick and action and value(action) and action != "None":
+        sick = "recovery action: %s" % action
+    healthy = False if sick else (True if action == "None" else None)
+    mig = value(facts.get("MIG Mode/Current"))
+    return gpu(
+        index=index,
+        bus=bus_id(facts.get("PCI/Bus Id") or bus),
+        minor=number(facts.get("Minor Number")),
+        uuid=value(facts.get("GPU UUID")),
+        name=value(facts.get("Product Name")),
+        total=mib(facts.get("FB Memory Usage/Total")),
+        used=mib(facts.get("FB Memory Usage/Used")),
+        healthy=healthy,
+        reason=sick.strip("[] ") if sick else None,
+        mig=None if mig is None else mig.lower() == "enabled",
+    )
+
+
+def parse_q(text):
+    """Return {"driver_version", "gpus", "problems"} of ``nvidia-smi -q``; the order of the GPUs is their index.
+
+    Raises:
+        ValueError: where it is no such log, or nvidia-smi says that it failed.
+    """
+    failed = failure(text)
+    if failed:
+        raise ValueError(failed)
+    if not is_q(text):
+        raise ValueError("not the output of nvidia-smi -q: no NVSMI LOG line and no GPU line")
+    top, found, path = {}, [], []
+    facts = top
+    for line in clean(text).split("\n"):
+        start = _Q_GPU.match(line)
+        if start:
+            facts, path = {}, []
+            found.append((start.group(1), facts))
+            continue
+        match = _Q_LINE.match(line)
+        if not match or line.startswith("="):
+            continue
+        depth, key, cell = len(match.group(1)), match.group(2), match.group(3)
+        path = [(level, word) for level, word in path if level < depth]
+        if cell is None:
+            path.append((depth, key))
+        else:
+            facts.setdefault("/".join([word for _, word in path] + [key]), cell.strip())
+    gpus = [_q_gpu(bus, facts, index) for index, (bus, facts) in enumerate(found)]
+    problems = ["GPU %d: %s" % (item["index"], item["reason"]) for item in gpus if item["reason"]]
+    attached = number(top.get("Attached GPUs"))
+    if attached is not None and attached != len(gpus):
+        problems.append("%d GPUs are attached, the text holds %d" % (attached, len(gpus)))
+    return {"driver_version": value(top.get("Driver Version")), "gpus": gpus, "problems": problems}
+
+
+def is_list(text):
+    """Tell whether the text is ``nvidia-smi -L``."""
+    return any(_LIST.match(line) for line in clean(text).split("\n"))
+
+
+def parse_list(text):
+    """Return {"gpus", "problems"} of ``nvidia-smi -L``; a GPU with MIG devices below it is in MIG mode.
+
+    Raises:
+        ValueError: where no line names a GPU.
+    """
+    failed = failure(text)
+    if failed:
+        raise ValueError(failed)
+    gpus = []
+    for line in clean(text).split("\n"):
+        match = _LIST.match(line)
+        if match:
+            gpus.append(gpu(index=int(match.group(1)), uuid=match.group(3), name=match.group(2)))
+        elif _MIG.match(line) and gpus:
+            gpus[-1]["mig"] = True
+    if not gpus:
+        raise ValueError("not the output of nvidia-smi -L: no line names a GPU")
+    return {"gpus": gpus, "problems": []}
