@@ -312,9 +312,7 @@ def build_model(dest: Path, size_mb: int = DEFAULT_SIZE_MB) -> None:
         ]
         total += _write_shard(dest / name, tensors, seed=shard)
         weight_map.update(dict.fromkeys((tensor for tensor, _ in tensors), name))
-    _write_json(
-        dest / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map}
-    )
+    _write_json(dest / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
     _write_json(dest / "config.json", _config(vocab_size=248_320))
     (dest / "README.md").write_text(
         f"# {MODEL_NAME}, the lab's stand-in\n\nThe weights are synthetic noise. The tokenizer is the real one.\n",
