@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from ansible.errors import AnsibleFilterError
 
-from ..module_utils import placement, serving
+from ..module_utils import modelfiles, placement, serving
 
 
 def gate_subjects(profiles, look, only=None):
@@ -41,6 +41,11 @@ def device_paths(names, plan):
     return serving.device_paths(list(names), plan or {})
 
 
+def model_paths(names, profiles, root):
+    """The model folders that these profiles need, with the marker that staging leaves."""
+    return serving.model_paths(list(names), dict(profiles), root, modelfiles.MARKER_NAME)
+
+
 class FilterModule:
     def filters(self):
         return {
@@ -48,4 +53,5 @@ class FilterModule:
             "smoke_cases": smoke_cases,
             "placement_rows": placement_rows,
             "device_paths": device_paths,
+            "model_paths": model_paths,
         }

@@ -549,6 +549,18 @@ def device_paths(names, plan):
     return ["/dev/nvidiactl", "/dev/nvidia-uvm"] + ["/dev/nvidia{0}".format(n) for n in sorted(minors - {None})]
 
 
+def model_paths(names, profiles, root, marker=None):
+    """The model folders that these profiles need in the guest: name to ``{path, marker}``."""
+    wanted = {}
+    for name in names:
+        model = profiles[name]["model"]
+        wanted[model] = {"path": "{0}/{1}".format(root.rstrip("/"), model), "marker": marker}
+        draft = profiles[name].get("draft_model")
+        if draft and draft.startswith(root.rstrip("/") + "/"):
+            wanted[draft[len(root.rstrip("/")) + 1 :]] = {"path": draft, "marker": marker}
+    return wanted
+
+
 def refused_row(name, reason):
     """The placement gate's row of a profile that has no place."""
     return {
