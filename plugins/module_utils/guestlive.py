@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a running guest's live state calls for: rules to grant and revoke, nodes and folders to put right.  Pure.
+
+The state is observed by probing, since live rules cannot be read back, and what a rule does depends on its exact text.
+"""
+
+from __future__ import annotations
+
+import errno
+
+from . import guestconf, nodes
+
+# No driver hands out this minor: a probe of it asks the rule alone.
+WILD_MINOR = 0xFFFFF
+# Majors that the kernel hands out dynamically, where a stale grant can point at anything.
+DYNAMIC_MAJORS = tuple(range(234, 255)) + tuple(range(384, 512))
+PROBED_MINORS = (0, 1, WILD_MINOR)
+# More stale majors than this are no leftovers: the guest is allowed everything.
+LEFTOVER_LIMIT = 32
+PERMITTED = (0, errno.ENXIO, errno.ENODEV, errno.EBUSY, errno.EIO)
+
+
+def probe_list(want):
+    """The (major, minor) pairs to ask the guest's rules about."""
+    pairs = {(row["major"], row["minor"]) for row in want}
+    pairs |= {(major, minor) for major in DYNAMIC_MAJORS for minor in PROBED_MINORS}
+    return sorted(pairs)
+
+
+def covered(pair, rules):
+    """Whether one of the parsed device rules allows reading and writing the pair."""
+    for rule in rules:
+        if rule is None or rule["type"] not in ("a", "c"):
+            continue
+        if rule["type"] == "a" and rule["access"] is None:
+            return True
+        if not {"r", "w"} <= set(rule["access"] or ""):
+            continue
+        if rule["major"] in (None, pair[0]) and rule["minor"] in (None, pair[1]):
+            return True
+    return False
+
+
+def excess(permitted, want, foreign):
+    """The permitted pairs that nothing calls for; None where the guest is allowed everything.
+
+    Args:
+        permitted: pairs that the probe found open.
+        want: the nodes that belong in the guest.
+        foreign: values of the config's device rules that are not ours.
+    """
+    mine = {(row["major"], row["minor"]) for row in want}
+    rules = [guestconf.rule(text) for text in foreign]
+    left = sorted(pair for pair in permitted if pair not in mine and not covered(pair, rules))
+    return None if len({major for major, _minor in left}) > LEFTOVER_LIMIT else left
+
+
+def grant_texts(row):
+    """Rule texts to try, in order, for a node that is denied."""
+    major, minor = row["major"], row["minor"]
+    return [guestconf.device_rule(major, minor), "c %d:%d rwm" % (major, minor), "c %d:* rwm" % major, "c %d:* rw" % major]
+
+
+def revoke_texts(major, pairs, known):
+    """Rule texts that may have granted these pairs of a major, the likeliest first.
+
+    Args:
+        known: rule values that stood in the config before.
+    """
+    texts = [text for text in known if (guestconf.rule(text) or {}).get("major") == major]
+    minors = [minor for _major, minor in pairs if minor != WILD_MINOR]
+    wild = any(minor == WILD_MINOR for _major, minor in pairs)
+    whole = ["c %d:* %s" % (major, access) for access in ("rwm", "rw")]
+    single = ["c %d:%d %s" % (major, minor, access) for minor in minors for access in ("rw", "rwm")]
+    for text in (whole + single) if wild else single:
+        if text not in texts:
+            texts.append(text)
+    return texts
+
+
+def judge_node(want, seen, user, simulated):
+    """(status, what is wrong or None) of one node in the guest.
+
+    Args:
+        want: {"path", "major", "minor"}.
+        seen: {"kind", "major", "minor", "mode", "errno": as root, "user_errno": as the user or None}.
+        user: the user that serves, or None.
+        simulated: whether no driver behind the node is expected.
+    """
+    wrong = nodes.fault(want, seen)
+    if wrong:
+        return "fail", wrong
+    code = seen.get("errno")
+    if code in (errno.EPERM, errno.EACCES):
+        return "fail", "cannot be opened (%s: no device rule allows it)" % errno.errorcode[code]
+    if code in (errno.ENXIO, errno.ENODEV) and not simulated:
+        return "fail", "is allowed and has no driver behind it (%s)" % errno.errorcode[code]
+    if code is None or (code not in PERMITTED):
+        return "fail", "cannot be opened (%s)" % errno.errorcode.get(code, code)
+    mine = seen.get("user_errno")
+    if mine in (errno.EPERM, errno.EACCES):
+        return "fail", "opens for root and not for user %s (%s, mode %s)" % (user, errno.errorcode[mine], seen.get("mode"))
+    return "pass", None
+
+
+def short(paths):
+    """/dev/nvidia0, /dev/nvidia1, /dev/nvidiactl -> ``nvidia0 nvidia1 nvidiactl``."""
+    return " ".join(path.replace("/dev/", "", 1) for path in paths)
