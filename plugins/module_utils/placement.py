@@ -41,13 +41,16 @@ def gpu_node(gpu, look):
     """
     with_cpus = {n["node"] for n in look.get("numa") or [] if n.get("cpu_list") or n.get("cpus")}
     node = gpu.get("numa_node")
-    if node is not None and node >= 0 and (not with_cpus or node in with_cpus):
+    node = None if node is None or node < 0 else node
+    if node in with_cpus:
         return node
     listed = [n for n in gpu.get("numa_nodes") or [] if n is not None and n >= 0]
-    if not with_cpus:
-        return listed[0] if len(listed) == 1 else None
     close = sorted(set(listed) & with_cpus)
-    return close[0] if len(close) == 1 else None
+    if len(close) == 1:
+        return close[0]
+    if node is not None:
+        return node
+    return listed[0] if len(listed) == 1 else None
 
 
 def _bus_order(gpu):

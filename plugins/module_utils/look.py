@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the facts of a host (the look) from what ``probe.gather`` brought, or from a captured folder."""
+
+from __future__ import annotations
+
+import re
+
+from . import cpulist, numa, procfs, smi, topo
+
+SCHEMA = 1
+
+
+def _answer(raw, name):
+    """Return (output, None) of a command that worked, or (None, reason)."""
+    result = raw.get("commands", {}).get(name)
+    if result is None:
+        return None, "not asked"
+    if result.get("reason"):
+        return None, result["reason"]
+    text = result.get("out", "")
+    failed = smi.failure(text) or smi.failure(result.get("err", ""))
+    if failed and "NVML" in failed:
+        library = smi.library_version(text + "\n" + result.get("err", ""))
+        failed += " (NVML library %s)" % library if library else ""
+    if failed:
+        return None, failed
+    if result.get("rc") != 0:
+        words = " ".join((result.get("err") or text).split())[:200]
+        return None, "%s ended with %s: %s" % (
+            " ".join(result.get("argv", [])[:2]),
+            result.get("rc"),
+            words or "no word",
+        )
+    return text, None
+
+
+def _driver(raw, unknown):
+    driver = {"module_version": None, "library_version": raw.get("library_version"), "flavor": None}
+    text = raw["files"].get("/proc/driver/nvidia/version")
+    if text is None:
+        unknown["driver"] = raw.get("failed", {}).get("/proc/driver/nvidia/version", "not asked")
+    else:
+        try:
+            driver.update(procfs.parse_version(text))
+        except ValueError as error:
+            unknown["driver"] = str(error)
+    for name in ("smi-gpus", "smi-apps"):
+        result = raw.get("commands", {}).get(name, {})
+        named = smi.library_version(result.get("out", "") + "\n" + result.get("err", ""))
+        driver["library_version"] = named or driver["library_version"]
+    return driver
+
+
+def _informations(raw):
+    found = []
+    for path, text in sorted(raw["files"].items()):
+        if re.match(r"^/proc/driver/nvidia/gpus/[^/]+/information$", path):
+            try:
+                found.append(procfs.parse_information(text))
+            except ValueError:
+                continue
+    return {row["bus_id"]: row for row in found if row["bus_id"]}
+
+
+def _numa_node(raw, bus):
+    text = raw["files"].get("/sys/bus/pci/devices/%s/numa_node" % bus, "").strip()
+    return int(text) if re.match(r"^\d+$", text) else None
+
+
+def _gpus(raw, problems, unknown):
+    """Return (GPUs, links). Where nvidia-smi is silent the driver's own list stands in, in order of bus id."""
+    informations = _informations(raw)
+    text, reason = _answer(raw, "smi-gpus")
+    gpus = []
+    if reason is None:
+        try:
+            gpus, found = smi.gpus_of_csv(smi.parse_csv(text))
+            problems += found
+            gpus = [gpu for gpu in gpus if gpu["index"] is not None]
+        except ValueError as error:
+            reason = str(error)
+    if reason is not None:
+        unknown["gpus"] = reason
+        for index, bus in enumerate(sorted(informations)):
+            gpus.append(smi.gpu(index=index, bus=bus, reason=reason))
+    else:
+        listed = {gpu["bus_id"] for gpu in gpus}
+        for bus in sorted(set(informations) - listed):
+            problems.append("the driver has a GPU at %s that nvidia-smi does not list" % bus)
+    affinity, links = {}, {}
+    text, reason = _answer(raw, "smi-topo")
+    if reason is None:
+        try:
+            facts = topo.parse(text)
+            affinity = {gpu["index"]: gpu["numa_nodes"] for gpu in facts["gpus"]}
+            links = facts["links"]
+        except ValueError as error:
+            reason = str(error)
+    if reason is not None:
+        unknown["links"] = reason
+    for gpu in gpus:
+        known = informations.get(gpu["bus_id"], {})
+        gpu["minor"] = known.get("minor") if gpu["minor"] is None else gpu["minor"]
+        gpu["uuid"] = gpu["uuid"] or known.get("uuid")
+        gpu["name"] = gpu["name"] or known.get("name")
+        gpu["numa_node"] = _numa_node(raw, gpu["bus_id"])
+        gpu["numa_nodes"] = affinity.get(gpu["index"])
+        if gpu["numa_nodes"] is None and gpu["numa_node"] is not None:
+            gpu["numa_nodes"] = [gpu["numa_node"]]
+        listed = gpu["numa_nodes"]
+        if gpu["numa_node"] is not None and listed and gpu["numa_node"] not in listed:
+            problems.append(
+                "GPU %d: the kernel says NUMA node %d, nvidia-smi says %s; the kernel's word is taken"
+                % (gpu["index"], gpu["numa_node"], cpulist.format(listed))
+            )
+        if gpu["healthy"] is False and not any(text.startswith("GPU %d:" % gpu["index"]) for text in problems):
+            problems.append("GPU %d: %s" % (gpu["index"], gpu["reason"]))
+    return gpus, links
+
+
+def _numa(raw, unknown):
+    rows = []
+    siblings = {}
+    for path, text in raw["files"].items():
+        match = re.match(r"^/sys/devices/system/cpu/cpu(\d+)/topology/thread_siblings_list$", path)
+        if match:
+            try:
+                group = cpulist.parse(text)
+            except ValueError:
+                continue
+            if len(group) > 1:
+                siblings[int(match.group(1))] = cpulist.format(group)
+    for path, text in sorted(raw["files"].items()):
+        match = re.match(r"^/sys/devices/system/node/node(\d+)/cpulist$", path)
+        if not match:
+            continue
+        node = int(match.group(1))
+        try:
+            cpus = cpulist.parse(text)
+        except ValueError as error:
+            unknown["numa"] = str(error)
+            continue
+        memory = re.search(r"MemTotal:\s*(\d+) kB", raw["files"].get(path.replace("cpulist", "meminfo"), ""))
+        row = numa.node_row(node, cpus, int(memory.group(1)) // 1024 if memory else None)
+        row["siblings"] = sorted({siblings[cpu] for cpu in cpus if cpu in siblings}, key=lambda t: cpulist.parse(t))
+        row["memory_policy"] = raw.get("memory_policy", {}).get(str(node), {}).get("works")
+        rows.append(row)
+    if not rows:
+        unknown.setdefault("numa", "no /sys/devices/system/node/node*/cpulist")
+    return sorted(rows, key=lambda row: row["node"])
+
+
+def _processes(raw, gpus, unknown):
+    text, reason = _answer(raw, "smi-apps")
+    rows = []
+    if reason is None:
+        try:
+            rows = smi.processes_of_csv(smi.parse_csv(text))
+        except ValueError as error:
+            reason = str(error)
+    if reason is not None:
+        unknown["processes"] = reason
+        return []
+    by_uuid = {gpu["uuid"]: gpu for gpu in gpus if gpu["uuid"]}
+    found = []
+    for row in rows:
+        known = raw.get("processes", {}).get(str(row["pid"]), {})
+        status = procfs.parse_status(known.get("status") or "")
+        where = procfs.parse_cgroup(known.get("cgroup") or "")
+        gpu = by_uuid.get(row["gpu_uuid"], {})
+        found.append(
+            {
+                "pid": row["pid"],
+                "name": known.get("title") or status["name"] or row["name"],
+                "gpu_index": gpu.get("index"),
+                "bus_id": gpu.get("bus_id"),
+                "guest": where["guest"],
+                "guest_pid": status["guest_pid"],
+                "unit": where["unit"],
+                "profile": where["profile"],
+                "cpus_allowed": status["cpus_allowed"],
+                "visible": known.get("visible"),
+                "memory_mib": row["memory_mib"],
+            }
+        )
+    return sorted(found, key=lambda p: (p["gpu_index"] is None, p["gpu_index"] or 0, p["pid"]))
+
+
+def _guests(raw, unknown):
+    rows = []
+    for name, facts in sorted(raw.get("guests", {}).items()):
+        text, reason = _answer(raw, "guest:" + name)
+        state = re.search(r"^State:\s*(\S+)", text or "", re.M)
+        pid = re.search(r"^PID:\s*(\d+)", text or "", re.M)
+        if reason is not None:
+            unknown["guest " + name] = reason
+        path = next((line.split(":", 2)[-1].strip() for line in (facts.get("cgroup") or "").split("\n") if line), None)
+        rows.append(
+            {
+                "name": name,
+                "kind": facts.get("kind"),
+                "config": facts.get("config"),
+                "state": state.group(1).lower() if state else None,
+                "init_pid": int(pid.group(1)) if pid else None,
+                "cgroup": path,
+                "nodes": facts.get("nodes"),
+            }
+        )
+    return rows
+
+
+def _node_problems(nodes, majors):
+    problems = []
+    for node in nodes:
+        name = node["path"]
+        if node["kind"] == "missing":
+            problems.append("%s is missing" % name)
+            continue
+        if node["kind"] != "char":
+            problems.append("%s is a %s, expected a character device" % (name, node["kind"]))
+            continue
+        driver = "nvidia"
+        if name.startswith("/dev/nvidia-uvm"):
+            driver = "nvidia-uvm"
+        elif name.startswith("/dev/nvidia-caps"):
+            driver = "nvidia-caps"
+        elif not re.match(r"^/dev/nvidia(?:ctl|-modeset|\d+)$", name):
+            continue
+        live = majors.get(driver)
+        if live is not None and node["major"] != live:
+            problems.append("%s has major %d, %s has %d now" % (name, node["major"], driver, live))
+    return problems
+
+
+def _driver_problems(raw, driver, gpus, unknown):
+    problems = []
+    module, library = driver["module_version"], driver["library_version"]
+    if module and library and module != library:
+        problems.append(
+            "the kernel module is %s, the host's library %s: reboot or install the same" % (module, library)
+        )
+    firmware = [row["firmware"] for row in _informations(raw).values()]
+    silent = "no devices were found" in (unknown.get("gpus") or "").lower()
+    if driver["flavor"] == "proprietary" and (silent or not gpus) and firmware:
+        problems.append(
+            "nvidia-smi finds no GPU under the proprietary kernel module although the driver lists %d: "
+            "Blackwell cards need the open kernel module" % len(firmware)
+        )
+    return problems
+
+
+def assemble(raw, simulated=False):
+    """Return the look, schema 1, of what ``probe.gather`` or a capture holds. Pure.
+
+    Returns:
+        dict with schema, simulated, driver, majors, nodes, gpus, links, numa, processes, guests, mounts, kernel,
+        problems (texts) and unknown ({probe: reason}). A fact that could not be read is None.
+    """
+    problems, unknown = [], {}
+    majors = dict.fromkeys(("nvidia", "nvidia-uvm", "nvidia-caps"))
+    names = {}
+    text = raw["files"].get("/proc/devices")
+    if text is None:
+        unknown["majors"] = raw.get("failed", {}).get("/proc/devices", "not asked")
+    else:
+        try:
+            majors = procfs.parse_devices(text)
+            names = {str(major): words for major, words in sorted(procfs.parse_device_names(text)["char"].items())}
+        except ValueError as error:
+            unknown["majors"] = str(error)
+    driver = _driver(raw, unknown)
+    gpus, links = _gpus(raw, problems, unknown)
+    if "majors" not in unknown:
+        if majors["nvidia"] is None:
+            problems.insert(0, "the nvidia driver is not loaded")
+        elif majors["nvidia-uvm"] is None:
+            problems.insert(0, "nvidia-uvm is not loaded: CUDA cannot start; run nvidia-modprobe -u -c 0")
+    problems += _node_problems(raw.get("nodes", []), majors)
+    problems += _driver_problems(raw, driver, gpus, unknown)
+    rows = _numa(raw, unknown)
+    placed = [gpu["index"] for gpu in gpus if gpu["numa_node"] is None and not gpu["numa_nodes"]]
+    if placed:
+        problems.append("the NUMA node of GPU %s is not known" % cpulist.format(placed))
+    for row in rows:
+        reason = raw.get("memory_policy", {}).get(str(row["node"]), {}).get("reason")
+        if reason:
+            unknown["memory policy of node %d" % row["node"]] = reason
+    return {
+        "schema": SCHEMA,
+        "simulated": bool(simulated),
+        "driver": driver,
+        "majors": majors,
+        "major_names": names,
+        "nodes": raw.get("nodes", []),
+        "gpus": gpus,
+        "links": links,
+        "numa": rows,
+        "processes": _processes(raw, gpus, unknown),
+        "guests": _guests(raw, unknown),
+        "mounts": raw.get("mounts", {}),
+        "kernel": {
+            "release": (raw["files"].get("/proc/sys/kernel/osrelease") or "").strip() or None,
+            "cmdline": (raw["files"].get("/proc/cmdline") or "").strip() or None,
+        },
+        "problems": problems,
+        "unknown": unknown,
+        "seconds": raw.get("seconds"),
+    }
