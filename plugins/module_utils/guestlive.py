@@ -14,15 +14,22 @@ from . import guestconf, nodes
 WILD_MINOR = 0xFFFFF
 # Majors that the kernel hands out dynamically, where a stale grant can point at anything.
 DYNAMIC_MAJORS = tuple(range(234, 255)) + tuple(range(384, 512))
-PROBED_MINORS = (0, 1, WILD_MINOR)
+PROBED_MINORS = (*range(8), WILD_MINOR)
 # More stale majors than this are no leftovers: the guest is allowed everything.
 LEFTOVER_LIMIT = 32
 PERMITTED = (0, errno.ENXIO, errno.ENODEV, errno.EBUSY, errno.EIO)
 
 
-def probe_list(want):
-    """The (major, minor) pairs to ask the guest's rules about."""
+def probe_list(want, was=()):
+    """The (major, minor) pairs to ask the guest's rules about: what belongs there, and what may be left over.
+
+    Args:
+        was: rule values that stood in the config before.
+    """
     pairs = {(row["major"], row["minor"]) for row in want}
+    for found in (guestconf.rule(text) for text in was):
+        if found and found["type"] == "c" and found["major"] is not None:
+            pairs.add((found["major"], WILD_MINOR if found["minor"] is None else found["minor"]))
     pairs |= {(major, minor) for major in DYNAMIC_MAJORS for minor in PROBED_MINORS}
     return sorted(pairs)
 
@@ -106,3 +113,11 @@ def judge_node(want, seen, user, simulated):
 def short(paths):
     """/dev/nvidia0, /dev/nvidia1, /dev/nvidiactl -> ``nvidia0 nvidia1 nvidiactl``."""
     return " ".join(path.replace("/dev/", "", 1) for path in paths)
+
+
+def grouped(wrongs):
+    """[(path, what is wrong)] -> one line for each thing that is wrong, with all its paths."""
+    by_wrong = {}
+    for path, wrong in wrongs:
+        by_wrong.setdefault(wrong, []).append(path)
+    return ["%s %s" % (" ".join(paths), wrong) for wrong, paths in by_wrong.items()]

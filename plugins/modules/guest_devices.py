@@ -121,15 +121,16 @@ class Guest:
 
     def state(self):
         """(RUNNING|STOPPED|..., init pid or None)."""
-        code, out, err = self.run("lxc-info", "-n", self.name, "-s", "-p", "-H")
-        words = out.split()
-        if code != 0 or not words:
+        code, out, err = self.run("lxc-info", "-n", self.name, "-s", "-p")
+        state = re.search(r"^State:\s*(\S+)", out, re.M)
+        pid = re.search(r"^PID:\s*(\d+)", out, re.M)
+        if code != 0 or not state:
             said = (err or out).strip().splitlines()
             self.fail(
                 "the host has no guest %r (%s); create it, or correct lxc_guest_name"
                 % (self.name, said[-1] if said else "lxc-info exits %d" % code)
             )
-        return words[0], int(words[1]) if len(words) > 1 and words[1].isdigit() else None
+        return state.group(1), int(pid.group(1)) if pid else None
 
     def start(self):
         argv = ["pct", "start", self.name] if self.kind == "pve" else ["lxc-start", "-n", self.name]
@@ -224,11 +225,12 @@ class Live:
     def failures(self):
         """One line for each thing that is still wrong."""
         params = self.guest.module.params
-        lines = []
+        wrongs = []
         for row, at in self.judged:
             status, wrong = guestlive.judge_node(row, at, params["user"], params["simulated"])
             if status == "fail":
-                lines.append("%s %s" % (row["path"], wrong))
+                wrongs.append((row["path"], wrong))
+        lines = guestlive.grouped(wrongs)
         lines += ["major %d still opens and has no business there" % major for major in sorted({pair[0] for pair in self.excess})]
         lines += ["%s %s" % (row["target"], wrong) for row, wrong in self.bad_folders]
         return lines
@@ -254,8 +256,9 @@ class Live:
             todo.append("revoked live: major %s" % numbers)
             before += ["c %d allowed" % major for major in majors]
             after += ["c %d denied" % major for major in majors]
-        for row, at, wrong in self.bad_nodes:
-            found.append("guest %s: %s %s" % (self.guest.name, row["path"], wrong))
+        for text in guestlive.grouped([(row["path"], wrong) for row, _at, wrong in self.bad_nodes]):
+            found.append("guest %s: %s" % (self.guest.name, text))
+        for row, at, _wrong in self.bad_nodes:
             before.append("%s %s" % (row["path"], at["kind"] if at["kind"] != "char" else "c %s:%s" % (at["major"], at["minor"])))
             after.append("%s c %d:%d" % (row["path"], row["major"], row["minor"]))
         if self.bad_nodes:
@@ -337,7 +340,7 @@ def main():
         guest.start()
         state, init_pid = guest.state()
 
-    rules = [list(pair) for pair in guestlive.probe_list(params["nodes"])]
+    rules = [list(pair) for pair in guestlive.probe_list(params["nodes"], params["was"])]
     seen = guest.look(rules)
     live = Live(guest, seen)
     if live.open_to_all:
