@@ -11,7 +11,7 @@ import contextlib
 import datetime
 import fcntl
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +165,7 @@ class RunFolder:
         """The last row of each cell and launch, in order of first appearance."""
         rows: dict[tuple[str, int], dict[str, Any]] = {}
         for row in read_lines(self._cells.path):
-            rows[str(row["cell"]), int(row.get("launch", 1))] = row
+            rows[str(row["cell"]), int(row.get("launch", 0))] = row
         return list(rows.values())
 
     def done_cells(self) -> set[tuple[str, int]]:
@@ -174,7 +174,7 @@ class RunFolder:
         Failed and aborted ones are not among them: resuming runs those again.
         """
         return {
-            (str(row["cell"]), int(row.get("launch", 1))) for row in self.read_cells() if row["state"] in FINAL_STATES
+            (str(row["cell"]), int(row.get("launch", 0))) for row in self.read_cells() if row["state"] in FINAL_STATES
         }
 
     # -- writing ------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ class RunFolder:
                 "at": utc_now(),
                 "event": "cell",
                 "cell": row["cell"],
-                "launch": row.get("launch", 1),
+                "launch": row.get("launch", 0),
                 "outcome": row["state"],
                 "message": row.get("reason"),
             }
@@ -257,40 +257,37 @@ class RunFolder:
         """Replace a derived file (summary.json, report.html) in one step."""
         write_atomic(self.path / name, data)
 
-    def drop_unfinished(self) -> int:
-        """Set aside what unfinished cells left, so that running them again leaves each request once.
+    def set_aside(self, parts: Collection[tuple[str, int]]) -> int:
+        """Set aside what earlier tries of some parts left, so that running them again leaves each request once.
 
         Their lines go to ``superseded.jsonl``; the files they were in are replaced in one step.
+
+        Args:
+            parts: the ``(cell, launch)`` pairs that are about to run.
 
         Returns:
             How many requests were set aside.
         """
-        done = self.done_cells()
-        aside = LineFile(self.path / "superseded.jsonl")
+        wanted = set(parts)
         moved = 0
-        for file in (self._requests, self._chunks, self._cells):
-            keep: list[bytes] = []
-            gone: list[dict[str, Any]] = []
-            for row in read_lines(file.path):
-                # skipped cells may have rows of no launch; a row that names no cell is never dropped
-                key = (str(row.get("cell")), int(row.get("launch", 1)))
-                stays = row.get("cell") is None or key in done
-                if stays and file is self._cells and row["state"] not in FINAL_STATES:
-                    stays = False
-                if stays:
-                    keep.append(msgspec.json.encode(row))
-                else:
-                    gone.append(row)
-            if not gone:
-                continue
-            for row in gone:
-                aside.append({"file": file.path.name, "set_aside_at": utc_now(), "row": row})
-            aside.sync()
-            file.close()
-            write_atomic(file.path, b"".join(line + b"\n" for line in keep))
-            if file is self._requests:
-                moved = len(gone)
-        aside.close()
+        with contextlib.closing(LineFile(self.path / "superseded.jsonl")) as aside:
+            for file in (self._requests, self._chunks, self._telemetry, self._cells):
+                keep: list[bytes] = []
+                gone: list[dict[str, Any]] = []
+                for row in read_lines(file.path):
+                    if (str(row.get("cell")), int(row.get("launch", 0))) in wanted:
+                        gone.append(row)
+                    else:
+                        keep.append(msgspec.json.encode(row))
+                if not gone:
+                    continue
+                for row in gone:
+                    aside.append({"file": file.path.name, "set_aside_at": utc_now(), "row": row})
+                aside.sync()
+                file.close()
+                write_atomic(file.path, b"".join(line + b"\n" for line in keep))
+                if file is self._requests:
+                    moved = len(gone)
         return moved
 
     @contextlib.contextmanager

@@ -1,0 +1,662 @@
+"""Run one cell against a running server: flush, warm-up, requests, checks.
+
+Nothing is thrown for what a server does: a request that fails is a record with the server's own words, a cell that
+cannot be measured is a row with state ``failed``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from specrig.engine.errors import EngineError
+from specrig.errors import SpecrigError
+from specrig.load import checks as rules
+from specrig.load.api import API_PATHS, Ask, Decoder, make_decoder, request_body
+from specrig.load.arrivals import due_times
+from specrig.load.metrics import decode_rate, first_eos, read_at
+from specrig.load.stream import Exchange, Lag, StreamClient, Timeouts, clock
+from specrig.load.windows import Steady, Stream, arrivals_window, peak_rate, steady
+from specrig.model.cell import Cell
+from specrig.model.record import CellRow, Check, ChunkTrace, Request, Window
+from specrig.tokens.budget import Limits
+from specrig.tokens.budget import check as budget_check
+from specrig.tokens.prompts import Prompt, for_cell
+from specrig.tokens.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+WARMUP_TOKENS = 32
+WARMUP_SHORT_PROMPT = 256
+POLL_S = 0.25
+FLUSH_S = 30.0
+_MIN_POLLS = 4
+
+
+class Sink(Protocol):
+    """Where results go as they come."""
+
+    def append_request(self, record: object) -> None:
+        """Keep a request's record."""
+
+    def append_chunks(self, row: object) -> None:
+        """Keep a request's trace."""
+
+    def append_telemetry(self, row: object) -> None:
+        """Keep one look at the server."""
+
+
+class Control(Protocol):
+    """The control calls a cell needs; :class:`specrig.engine.client.EngineClient` has them."""
+
+    def server_info(self) -> dict[str, Any]:
+        """The server's own report."""
+
+    def flush_cache(self, timeout_s: float | None = None) -> None:
+        """Empty the prefix cache, or raise EngineError."""
+
+
+@dataclass(kw_only=True)
+class Context:
+    """What the cells of one launch share.
+
+    Attributes:
+        origin: the reading of the client's clock that is time 0 of the records.
+        sglang: the server answers ``/server_info``; only then its control calls are used.
+        limits: what the server can take; null = not known, and no cell is skipped for it.
+        warmed: shapes that were warmed up already.
+        stop: set to end the cell early.
+        on_request: called after each request, for a live display.
+    """
+
+    client: StreamClient
+    control: Control
+    tokenizer: Tokenizer
+    sink: Sink
+    run: str
+    launch: int
+    block: int
+    origin: float
+    timeouts: Timeouts
+    stop: asyncio.Event
+    base: Path | None = None
+    sglang: bool = True
+    limits: Limits | None = None
+    keep_text: bool = False
+    simulated: bool | None = None
+    time_scale: float | None = None
+    warmed: set[tuple[Any, ...]] = field(default_factory=set)
+    on_request: Callable[[Request], None] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    index: int
+    prompt_id: str
+    prompt_tokens: int
+    payload: bytes
+    rid: str
+    session: int | None
+    turn: int | None
+
+
+@dataclass(kw_only=True)
+class _Outcome:
+    records: list[Request] = field(default_factory=list)
+    streams: list[Stream] = field(default_factory=list)
+    polls: list[tuple[float, float]] = field(default_factory=list)
+    gave_up: bool = False
+    in_row: int = 0
+
+
+async def run_cell(cell: Cell, context: Context) -> CellRow:
+    """Measure one cell.
+
+    Args:
+        cell: what to measure.
+        context: the server and where results go.
+
+    Returns:
+        The cell's row; its requests are in the sink already. ``state`` is done, invalid (a rule was broken), failed
+        (nothing could be measured), skipped (does not fit the server) or aborted.
+
+    Raises:
+        SpecrigError: the sink could not write, or the prompts cannot be made.
+    """
+    started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    begun = clock()
+
+    def row(state: str, reason: str | None = None, **more: Any) -> CellRow:
+        return CellRow(
+            cell=cell.id,
+            launch=context.launch,
+            block=context.block,
+            profile=cell.profile,
+            workload=cell.workload,
+            prompt_tokens=cell.prompt_tokens,
+            output_tokens=cell.output_tokens,
+            concurrency=cell.concurrency,
+            prompts=cell.prompts,
+            cache=cell.cache,
+            state=state,
+            reason=reason,
+            title=cell.title,
+            wall_s=round(clock() - begun, 6),
+            started_at=started_at,
+            simulated=context.simulated,
+            time_scale=context.time_scale,
+            **{"method": cell.method, "tp": cell.tp, **more},
+        )
+
+    prompts = _prompts(cell, context)
+    if context.limits is not None:
+        longest = max(prompt.tokens for session in prompts for prompt in session)
+        fit = budget_check(longest, cell.output_tokens, context.limits, cell.concurrency)
+        if not fit.fits:
+            return row("skipped", "does not fit: " + "; ".join(fit.problems))
+    if context.stop.is_set():
+        return row("aborted", "interrupted before its first request")
+    info = await _info(context)
+    if context.sglang and info is None and not context.stop.is_set():
+        return row("failed", f"{context.client.url} does not answer /server_info; is the server running there?")
+    method = cell.method or rules.method_of(info)
+    tp = cell.tp if cell.tp is not None else (info or {}).get("tp_size")
+    asked = rules.asked_for(cell, info)
+    if asked.ok is False:
+        return row("failed", rules.verdict([asked]), method=method, tp=tp, checks=[asked])
+    known = {"method": method, "tp": tp}
+
+    jobs = [[_job(cell, context, prompt, index) for index, prompt in session] for session in _numbered(cell, prompts)]
+    try:
+        warmup = await _warm_up(cell, context, prompts[0][0])
+        if cell.cache == "flush" and not context.stop.is_set():
+            await _flush(context)
+        await context.client.open(_connections(cell) + 1)
+    except EngineError as error:
+        if context.stop.is_set():
+            return row("aborted", "interrupted before its first request", **known)
+        return row("failed", str(error), **known)
+    except (OSError, TimeoutError) as error:
+        return row("failed", f"cannot connect to {context.client.url}: {error}", **known)
+    if context.stop.is_set():
+        return row("aborted", "interrupted before its first request", warmup=warmup, **known)
+
+    outcome = _Outcome()
+    started = clock()
+    context.client.start_lag()
+    watch = asyncio.create_task(_poll(cell, context, outcome)) if context.sglang else None
+    try:
+        await _load(cell, context, jobs, outcome, method, tp)
+    finally:
+        lag = context.client.stop_lag()
+        if watch is not None:
+            watch.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watch
+    wall = clock() - started
+    return _judge(cell, context, outcome, lag, info, await _info(context), known, row, warmup, wall)
+
+
+# -- before ---------------------------------------------------------------------------------------------------------
+
+
+def _prompts(cell: Cell, context: Context) -> list[list[Prompt]]:
+    factory = for_cell(context.tokenizer, cell, context.base)
+    if cell.turns:
+        return [factory.session(index) for index in range(cell.requests)]
+    return [[factory.build(index)] for index in range(cell.requests)]
+
+
+def _numbered(cell: Cell, prompts: Sequence[Sequence[Prompt]]) -> list[list[tuple[int, Prompt]]]:
+    turns = cell.turns or 1
+    return [
+        [(session * turns + turn, prompt) for turn, prompt in enumerate(row)] for session, row in enumerate(prompts)
+    ]
+
+
+def _ask(cell: Cell, prompt: Prompt, max_tokens: int, rid: str, ids: list[int] | None = None) -> Ask:
+    sampling = {
+        name: value for name, value in (("top_p", cell.sampling.top_p), ("top_k", cell.sampling.top_k)) if value
+    }
+    return Ask(
+        max_tokens=max_tokens,
+        ids=ids or prompt.ids,
+        messages=prompt.messages,
+        text=prompt.text,
+        ignore_eos=cell.stop == "length",
+        temperature=cell.sampling.temperature,
+        sampling=sampling,
+        thinking=cell.sampling.thinking,
+        rid=rid,
+    )
+
+
+def _job(cell: Cell, context: Context, prompt: Prompt, index: int) -> _Job:
+    rid = f"{cell.id}-{context.launch}-{index}-{secrets.token_hex(4)}"
+    try:
+        body = request_body(cell.api, cell.model, _ask(cell, prompt, cell.output_tokens, rid))
+    except ValueError as error:
+        raise SpecrigError(
+            f"{cell.title}: {error}; these prompts are plain text, use api openai-completions"
+        ) from error
+    return _Job(
+        index=index,
+        prompt_id=prompt.id,
+        prompt_tokens=prompt.tokens,
+        payload=context.client.frame("POST", API_PATHS[cell.api], body),
+        rid=rid,
+        session=prompt.session,
+        turn=prompt.turn,
+    )
+
+
+def _connections(cell: Cell) -> int:
+    if cell.arrival == "closed":
+        return min(cell.concurrency or 1, cell.requests)
+    return min(cell.concurrency or cell.requests, cell.requests, 512)
+
+
+async def _apart(context: Context, call: Callable[[], T]) -> T:
+    """Make a blocking control call in a thread of its own, and leave it behind when the cell is interrupted."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[T] = loop.create_future()
+
+    def settle(value: T | None, error: BaseException | None) -> None:
+        if not answer.done():
+            if error is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(value)  # type: ignore[arg-type]
+
+    def work() -> None:
+        value: T | None = None
+        problem: BaseException | None = None
+        try:
+            value = call()
+        except Exception as error:
+            problem = error
+        with contextlib.suppress(RuntimeError):  # the loop may be closed by now
+            loop.call_soon_threadsafe(settle, value, problem)
+
+    threading.Thread(target=work, daemon=True).start()
+    stopped = asyncio.ensure_future(context.stop.wait())
+    try:
+        waits: set[asyncio.Future[Any]] = {answer, stopped}
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopped.cancel()
+    if not answer.done():
+        raise EngineError("interrupted")
+    return answer.result()
+
+
+async def _info(context: Context) -> dict[str, Any] | None:
+    if not context.sglang:
+        return None
+    try:
+        return await _apart(context, context.control.server_info)
+    except EngineError:
+        return None
+
+
+async def _flush(context: Context) -> None:
+    await _apart(context, lambda: context.control.flush_cache(FLUSH_S))
+
+
+async def _warm_up(cell: Cell, context: Context, prompt: Prompt) -> dict[str, Any] | None:
+    """Have the server meet the cell's shapes before they count: its prompt length, and its number at once.
+
+    One request has the cell's own prompt length, the others are short; all answers are. Their prompts are the first
+    measured one, so under ``cache: flush`` the flush comes after, and otherwise the prompt's ids are reversed.
+    """
+    shape = (cell.api, cell.prompt_tokens, cell.concurrency, cell.sampling)
+    if shape in context.warmed:
+        return None
+    count = min(cell.concurrency or 1, cell.requests)
+    tokens = min(WARMUP_TOKENS, cell.output_tokens)
+    path = API_PATHS[cell.api]
+    begun = clock()
+    exchanges = []
+    for number in range(count):
+        ids = prompt.ids if number == 0 else prompt.ids[: max(8, min(WARMUP_SHORT_PROMPT + number, prompt.tokens))]
+        changed = prompt
+        if cell.cache != "flush":
+            ids = ids[::-1]
+        if cell.api == "openai-chat" and (number or cell.cache != "flush"):
+            words = " ".join(["warm up"] * (max(1, len(ids) // 2)))
+            changed = Prompt(
+                id="", ids=[], messages=({"role": "user", "content": words},), text=words, tokens=0, periodic=True,
+                question_tokens=0,
+            )  # fmt: skip
+        rid = f"warmup-{cell.id}-{secrets.token_hex(4)}"
+        body = request_body(cell.api, cell.model, _ask(cell, changed, tokens, rid, list(ids)))
+        payload = context.client.frame("POST", path, body)
+        exchanges.append(context.client.exchange(payload, make_decoder(cell.api), context.timeouts))
+    done = await asyncio.gather(*exchanges)
+    bad = [exchange for exchange in done if exchange.error is not None]
+    if bad and bad[0].error == "connect":
+        raise EngineError(bad[0].message or "cannot connect")
+    if not bad:
+        context.warmed.add(shape)
+    return {
+        "requests": count,
+        "tokens": tokens,
+        "seconds": round(clock() - begun, 6),
+        "error": bad[0].message if bad else None,
+    }
+
+
+# -- the measured part ----------------------------------------------------------------------------------------------
+
+
+async def _load(
+    cell: Cell, context: Context, jobs: list[list[_Job]], outcome: _Outcome, method: str | None, tp: int | None
+) -> None:
+    """Make every request of the cell, in closed or open loop."""
+
+    async def one(job: _Job, due: float, tool_s: float | None = None) -> None:
+        decoder = make_decoder(cell.api, context.tokenizer.count)
+        exchange = await context.client.exchange(job.payload, decoder, context.timeouts)
+        if context.sglang and exchange.error in ("first_token_timeout", "idle_timeout", "request_timeout", "aborted"):
+            body = msgspec.json.encode({"rid": job.rid})
+            await context.client.request("POST", "/abort_request", body, timeout_s=2.0)
+        _keep(cell, context, outcome, job, exchange, decoder, due, tool_s, method, tp)
+
+    def over() -> bool:
+        return context.stop.is_set() or outcome.gave_up
+
+    due = due_times(cell.arrival, cell.requests, cell.rate, cell.seed)
+    if due is None:
+        waiting = iter(jobs)
+
+        async def worker() -> None:
+            for session in waiting:
+                for number, job in enumerate(session):
+                    if over():
+                        return
+                    tool_s = cell.tool_s if cell.turns and number else None
+                    if tool_s:
+                        with contextlib.suppress(TimeoutError):
+                            await asyncio.wait_for(context.stop.wait(), tool_s)
+                    await one(job, clock(), tool_s)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(cell.concurrency or 1, len(jobs))):
+                group.create_task(worker())
+        return
+
+    gate = asyncio.Semaphore(cell.concurrency) if cell.concurrency else None
+
+    async def gated(job: _Job, moment: float) -> None:
+        if gate is None:
+            await one(job, moment)
+        else:
+            async with gate:
+                if not over():
+                    await one(job, moment)
+
+    origin = clock() + 0.05
+    async with asyncio.TaskGroup() as group:
+        for offset, session in zip(due, jobs, strict=True):
+            moment = origin + offset
+            while not over() and (left := moment - clock()) > 0:
+                await asyncio.sleep(min(left, 0.25))
+            if over():
+                return
+            group.create_task(gated(session[0], moment))
+
+
+def _keep(
+    cell: Cell,
+    context: Context,
+    outcome: _Outcome,
+    job: _Job,
+    exchange: Exchange,
+    decoder: Decoder,
+    due: float,
+    tool_s: float | None,
+    method: str | None,
+    tp: int | None,
+) -> None:
+    record = _record(cell, context, job, exchange, decoder, due, tool_s, method, tp)
+    outcome.records.append(record)
+    if decoder.t:
+        t = [round(moment - context.origin, 6) for moment in decoder.t]
+        context.sink.append_chunks(ChunkTrace(cell=cell.id, launch=context.launch, index=job.index, t=t, k=decoder.k))
+        if record.ok:
+            outcome.streams.append(Stream(sent=exchange.sent, due=due, t=decoder.t, k=decoder.k))
+    context.sink.append_request(record)
+    outcome.in_row = 0 if record.ok else outcome.in_row + 1
+    if outcome.in_row >= max(8, 2 * (cell.concurrency or 1)):
+        outcome.gave_up = True
+    if context.on_request is not None:
+        context.on_request(record)
+
+
+def _record(
+    cell: Cell,
+    context: Context,
+    job: _Job,
+    exchange: Exchange,
+    decoder: Decoder,
+    due: float,
+    tool_s: float | None,
+    method: str | None,
+    tp: int | None,
+) -> Request:
+    """Turn one exchange into its record; ``ok`` is true where it ended as it should, with the length asked for."""
+    t, k = decoder.t, decoder.k
+    tokens = decoder.output_tokens
+    error, words = exchange.error, exchange.message
+    reason = decoder.finish_reason
+    asked = cell.output_tokens
+    if error is None and cell.stop == "length" and decoder.token_source != "tokenizer" and tokens != asked:
+        error = "short" if tokens < asked else "count"
+        words = f"{tokens} of {asked} tokens, finish_reason {reason}"
+    elif error is None and reason is None:
+        error, words = "no_terminal", "the stream ended without a finish reason"
+    elif error is None and not t:
+        error, words = "empty", f"no token came, finish_reason {reason}"
+
+    def at(moment: float | None) -> float | None:
+        return None if moment is None else round(moment - context.origin, 6)
+
+    rate = decode_rate(t, k)
+    reads = {}
+    for length in cell.read_at:
+        read = read_at(t, k, exchange.sent, length, decoder.verify_steps, decoder.correct_drafts)
+        if read is not None:
+            reads[str(length)] = msgspec.structs.replace(read, finished_s=at(read.finished_s))
+    answer_t = decoder.first_answer_t
+    if answer_t is None and cell.api == "sglang" and not cell.sampling.thinking and t:
+        answer_t = t[0]
+    return Request(
+        run=context.run,
+        cell=cell.id,
+        profile=cell.profile,
+        method=method,
+        tp=tp,
+        launch=context.launch,
+        block=context.block,
+        prompt_id=job.prompt_id,
+        index=job.index,
+        ok=error is None,
+        error=error,
+        status=exchange.status,
+        finish_reason=reason,
+        prompt_tokens=decoder.prompt_tokens,
+        prompt_tokens_asked=job.prompt_tokens,
+        output_tokens=tokens if exchange.status == 200 else None,
+        output_tokens_asked=asked,
+        token_source=decoder.token_source if t else None,
+        trace_source=decoder.trace_source if t else None,
+        scheduled_s=at(due),
+        sent_s=at(exchange.sent),
+        first_s=at(t[0]) if t else None,
+        finished_s=at(t[-1]) if t else None,
+        first_chunk_tokens=k[0] if k else None,
+        ttft_s=round(t[0] - exchange.sent, 6) if t else None,
+        ttfa_s=round(answer_t - exchange.sent, 6) if answer_t is not None else None,
+        e2e_s=round(t[-1] - exchange.sent, 6) if t else None,
+        decode_tokens_per_s=rate,
+        tpot_s=1 / rate if rate else None,
+        itl_mean_s=1 / rate if rate else None,
+        chunks=len(t),
+        first_eos=first_eos(decoder.output_ids, context.tokenizer.eos_ids),
+        cached_tokens=decoder.cached_tokens,
+        verify_steps=decoder.verify_steps,
+        correct_drafts=decoder.correct_drafts,
+        server_message=words,
+        rid=job.rid,
+        session=job.session,
+        turn=job.turn,
+        tool_s=tool_s,
+        reads=reads,
+        output_ids=decoder.output_ids or None,
+        text=decoder.text if context.keep_text else None,
+        reasoning_text=decoder.reasoning_text if context.keep_text else None,
+        queue_s=decoder.queue_s,
+        server_accept_length=decoder.server_accept_length,
+    )
+
+
+async def _poll(cell: Cell, context: Context, outcome: _Outcome) -> None:
+    """Look at the server's own count of running requests while the cell runs."""
+    while True:
+        await asyncio.sleep(POLL_S)
+        at = clock()
+        status, body = await context.client.request("GET", "/v1/loads", timeout_s=5.0)
+        if status is None:
+            continue
+        if status != 200:
+            return
+        try:
+            loads = msgspec.json.decode(body)
+            ranks = [rank for rank in loads.get("loads", []) if isinstance(rank, dict)]
+            running = sum(rank["num_running_reqs"] for rank in ranks)
+            waiting = sum(rank.get("num_waiting_reqs") or 0 for rank in ranks)
+        except (msgspec.DecodeError, AttributeError, KeyError, TypeError):
+            return
+        if not ranks:
+            return
+        outcome.polls.append((at, running))
+        context.sink.append_telemetry(
+            {
+                "at_s": round(at - context.origin, 6),
+                "cell": cell.id,
+                "launch": context.launch,
+                "running": running,
+                "waiting": waiting,
+                "used_tokens": sum(rank.get("num_used_tokens") or 0 for rank in ranks),
+                "gen_throughput": sum(rank.get("gen_throughput") or 0.0 for rank in ranks),
+            }
+        )
+
+
+# -- after ----------------------------------------------------------------------------------------------------------
+
+
+def _judge(
+    cell: Cell,
+    context: Context,
+    outcome: _Outcome,
+    lag: Lag,
+    before: dict[str, Any] | None,
+    after: dict[str, Any] | None,
+    known: dict[str, Any],
+    row: Callable[..., CellRow],
+    warmup: dict[str, Any] | None,
+    wall: float,
+) -> CellRow:
+    records = outcome.records
+    good = [record for record in records if record.ok]
+    planned = cell.total_requests
+    window = (
+        steady(outcome.streams, cell.concurrency or 1) if cell.arrival == "closed" else arrivals_window(outcome.streams)
+    )
+    inside = [running for at, running in outcome.polls if window is not None and window.start < at <= window.end]
+    server_running = sum(inside) / len(inside) if len(inside) >= _MIN_POLLS else None
+    server_peak = max((int(running) for _, running in outcome.polls), default=None)
+    checks: list[Check] = [
+        rules.failures(records, planned),
+        rules.asked_for(cell, before),
+        rules.same_server(before, after),
+    ]
+    if good:
+        checks += rules.record_checks(cell, good, known["method"], rules.acceptance_bound(known["method"], before))
+        reached = rules.concurrency_reached(cell, window, server_running, server_peak, len(records))
+        if reached is not None:
+            checks.append(reached)
+        checks.append(rules.client_kept_up(lag, good))
+        if cell.rate is not None:
+            checks.append(rules.arrivals_kept(good, cell.rate))
+    why = rules.verdict(checks)
+    if context.stop.is_set() and len(records) - sum(r.error == "aborted" for r in records) < planned:
+        state, why = "aborted", f"interrupted after {len(good)} of {planned} requests"
+    elif not good:
+        state = "failed"
+    else:
+        state = "done" if why is None else "invalid"
+    if outcome.gave_up and state != "aborted":
+        why = f"given up after {outcome.in_row} failures in a row; {why}"
+    sessions, session_rate = _sessions(cell, good)
+    return row(
+        state,
+        why,
+        requests=len(records),
+        ok=len(good),
+        wall_s=round(wall, 6),
+        window=_window(context, window, server_running, server_peak),
+        checks=checks,
+        output_tokens_total=sum(record.output_tokens or 0 for record in good),
+        peak_tokens_per_s=peak_rate(outcome.streams),
+        sessions=sessions,
+        session_tokens_per_s=session_rate,
+        warmup=warmup,
+        client={"lag_p50_ms": lag.p50_ms, "lag_p99_ms": lag.p99_ms, "lag_max_ms": lag.max_ms, "cpu": lag.cpu},
+        **known,
+    )
+
+
+def _window(
+    context: Context, window: Steady | None, server_running: float | None, server_peak: int | None
+) -> Window | None:
+    if window is None:
+        return None
+    return Window(
+        start_s=round(window.start - context.origin, 6),
+        end_s=round(window.end - context.origin, 6),
+        tokens=window.tokens,
+        tokens_per_s=window.tokens_per_s,
+        running_mean=window.running_mean if server_running is None else server_running,
+        running_source="streams" if server_running is None else "server",
+        running_peak=max(window.running_peak, server_peak or 0),
+        waves=round(window.waves, 3),
+    )
+
+
+def _sessions(cell: Cell, records: Sequence[Request]) -> tuple[int | None, float | None]:
+    """How many sessions are whole, and their end-to-end rate: output tokens over wall time without tool time."""
+    if not cell.turns:
+        return None, None
+    rows: dict[int, list[Request]] = {}
+    for record in records:
+        if record.session is not None:
+            rows.setdefault(record.session, []).append(record)
+    whole = [turns for turns in rows.values() if len(turns) == cell.turns]
+    tokens = seconds = 0.0
+    for turns in whole:
+        tokens += sum(turn.output_tokens or 0 for turn in turns)
+        first = min(turn.sent_s for turn in turns if turn.sent_s is not None)
+        last = max(turn.finished_s for turn in turns if turn.finished_s is not None)
+        seconds += last - first - sum(turn.tool_s or 0.0 for turn in turns)
+    return len(whole), tokens / seconds if seconds > 0 else None

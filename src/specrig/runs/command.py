@@ -1,0 +1,253 @@
+"""The body of ``specrig load``: arguments to a job, progress to the terminal, rows to an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from specrig.engine.client import EngineClient
+from specrig.engine.errors import EngineError
+from specrig.errors import GateError, SpecrigError, UsageError
+from specrig.load.stream import Timeouts
+from specrig.model.cell import Cell, expand, select
+from specrig.model.record import CellRow, Request
+from specrig.model.sweep import Sweep, load_sweep
+from specrig.runs.folder import RunFolder, is_run_folder
+from specrig.runs.measure import Job, Progress, cells_of, describe, finish, run_job
+from specrig.tokens import tokenizer as tokenizers
+from specrig.tokens.budget import Limits
+
+
+def load_command(args: argparse.Namespace) -> int:
+    """Run ``specrig load``.
+
+    Args:
+        args: as :mod:`specrig.load.load_cli` defines them.
+
+    Returns:
+        0 where every cell is done and valid (or none was left to do), 1 where one is not, 128 + the signal's number
+        where one interrupted it.
+
+    Raises:
+        UsageError: the arguments, the sweep or the folder cannot be used.
+        SpecrigError: the server is not the one asked for, or a result cannot be written.
+    """
+    sweep = load_sweep(Path(args.sweep))
+    reason = args.reason or os.environ.get("SPECRIG_REASON")
+    api_key = args.api_key or os.environ.get("SPECRIG_API_KEY")
+    tokenizer = tokenizers.load(args.tokenizer)
+    folder = Path(args.out)
+    control = EngineClient(args.url, api_key)
+    info, limits = _ask(control, args.url)
+    if is_run_folder(folder):
+        opened = RunFolder.open(folder)
+        cells = cells_of(opened)
+        if opened.manifest.get("sweep") != sweep.as_dict():
+            raise UsageError(
+                f"{folder}: holds another run than {args.sweep} describes; give its own sweep, or a new folder"
+            )
+    else:
+        if args.resume:
+            raise UsageError(f"{folder}: no run there to resume; leave --resume out to start one")
+        if args.profile is not None:
+            raise UsageError(
+                f"{folder}: --profile {args.profile} needs a run that was planned with profiles; specrig bench makes one"
+            )
+        if sweep.profiles is not None:
+            raise UsageError(
+                f"{args.sweep}: names profiles, which specrig bench starts; leave `profiles` out for a running server"
+            )
+        opened = None
+        cells = expand(sweep, None)
+    chosen = _choose(cells, args)
+    launch, block = _launch(opened, args)
+    with opened or RunFolder.create(folder, describe(sweep, cells, tokenizer, reason)) as run, run.lock():
+        if opened is not None:
+            known = {cell for cell, number in _parts(run) if number == launch}
+            if not args.resume and (args.launch is None or known & {cell.id for cell in chosen}):
+                raise UsageError(f"{folder}: a run is there already; add --resume to do what is missing in it")
+            run.journal({"event": "resume", "launch": launch, "outcome": "ok", "message": reason})
+        else:
+            run.journal({"event": "start", "outcome": "ok", "message": reason})
+            run.write_file("sweep.yml", Path(args.sweep).read_bytes())
+        done = {cell for cell, number in run.done_cells() if number == launch}
+        left = [cell for cell in chosen if cell.id not in done]
+        show = _Show(args.json, left, len(chosen) - len(left))
+        job = Job(
+            url=args.url,
+            cells=left,
+            launch=launch,
+            block=block,
+            profile=args.profile,
+            tokenizer=tokenizer,
+            control=control,
+            timeouts=Timeouts(
+                first_token_s=sweep.timeouts.first_token_s,
+                idle_s=sweep.timeouts.idle_s,
+                request_s=sweep.timeouts.request_s,
+            ),
+            base=Path(args.sweep).resolve().parent,
+            api_key=api_key,
+            ca_file=args.ca_file,
+            limits=limits,
+            info=info,
+            keep_text=args.keep_text,
+        )
+        number: int | None = None
+        rows: list[CellRow] = []
+        try:
+            if left:
+                rows, number = run_job(run, job, show.progress)
+        except GateError:
+            finish(run, None)
+            raise
+        except SpecrigError as error:
+            _abort(run, str(error))
+            raise
+        label = finish(run, number)
+        show.end(run, label, rows)
+    if number is not None:
+        return 128 + number
+    return 1 if any(row.state != "done" for row in rows) else 0
+
+
+def _abort(run: RunFolder, why: str) -> None:
+    """Label a run that a failed write ended, as far as the disk lets."""
+    try:
+        run.set_label("aborted")
+        run.journal({"event": "end", "outcome": "aborted", "message": why})
+    except SpecrigError:
+        return
+
+
+def _ask(control: EngineClient, url: str) -> tuple[dict[str, Any] | None, Limits | None]:
+    """The server's own report and limits; (None, None) where it is no SGLang but answers.
+
+    Raises:
+        GateError: nothing answers.
+    """
+    try:
+        info = control.server_info()
+    except EngineError as error:
+        if error.status is None:
+            raise GateError(str(error)) from error
+        if error.kind == "unauthorized":
+            raise UsageError(f"{error}; give the key with --api-key") from error
+        return None, None
+    try:
+        from specrig.engine.limits import from_server
+
+        return info, from_server(control)
+    except SpecrigError:
+        return info, None
+
+
+def _choose(cells: Sequence[Cell], args: argparse.Namespace) -> list[Cell]:
+    chosen = list(cells)
+    if args.profile is not None:
+        chosen = [cell for cell in chosen if cell.profile == args.profile]
+        if not chosen:
+            known = sorted({cell.profile for cell in cells if cell.profile})
+            raise UsageError(f"--profile {args.profile}: no cell has it; expected one of {', '.join(known) or 'none'}")
+    elif any(cell.profile for cell in chosen):
+        raise UsageError("the run has profiles; say by --profile which one this server serves")
+    if args.cells is not None:
+        by_id = {cell.id: cell for cell in chosen}
+        wanted = [item for item in args.cells.replace(",", " ").split() if item]
+        missing = [item for item in wanted if item not in by_id]
+        if missing:
+            raise UsageError(f"--cells {missing[0]}: no such cell here; expected ids such as {next(iter(by_id))}")
+        chosen = [by_id[item] for item in wanted]
+    return select(chosen, args.only)
+
+
+def _launch(run: RunFolder | None, args: argparse.Namespace) -> tuple[int, int]:
+    launch = args.launch or 0
+    if launch < 0:
+        raise UsageError(f"--launch {launch}: expected a number from 0")
+    if run is not None:
+        for planned in run.manifest.get("plan", {}).get("launches", []):
+            if int(planned["launch"]) == launch:
+                if args.profile is not None and planned.get("profile") != args.profile:
+                    raise UsageError(
+                        f"--launch {launch} is of profile {planned.get('profile')}; --profile says {args.profile}"
+                    )
+                return launch, int(planned["block"])
+    return launch, launch
+
+
+def _parts(run: RunFolder) -> set[tuple[str, int]]:
+    return {(str(row["cell"]), int(row.get("launch", 0))) for row in run.read_cells()}
+
+
+class _Show:
+    """Progress: one line a cell, rewritten in place where standard error is a terminal; JSON lines when asked for."""
+
+    def __init__(self, as_json: bool, cells: Sequence[Cell], already: int) -> None:
+        self._json = as_json
+        self._live = sys.stderr.isatty() and not as_json
+        self._head = ""
+        self._total = 0
+        self._good = 0
+        self._bad = 0
+        self._tokens = 0
+        self.progress = Progress(cell_started=self._started, request_done=self._request, cell_done=self._done)
+        if already and not as_json:
+            print(f"{already} cells are done already, {len(cells)} left", file=sys.stderr)
+
+    def _started(self, number: int, total: int, cell: Cell) -> None:
+        self._head = f"[{number}/{total}] {cell.title}"
+        self._total = cell.total_requests
+        self._good = self._bad = self._tokens = 0
+        self._line()
+
+    def _request(self, record: Request) -> None:
+        if record.ok:
+            self._good += 1
+        else:
+            self._bad += 1
+        self._tokens += record.output_tokens or 0
+        self._line()
+
+    def _line(self) -> None:
+        if self._live:
+            bad = f", {self._bad} failed" if self._bad else ""
+            text = f"{self._head}: {self._good + self._bad}/{self._total} requests{bad}, {self._tokens} tokens"
+            sys.stderr.write(f"\r\x1b[K{text}")
+            sys.stderr.flush()
+
+    def _done(self, row: CellRow) -> None:
+        if self._json:
+            sys.stdout.buffer.write(msgspec.json.encode({"event": "cell", **msgspec.to_builtins(row)}) + b"\n")
+            sys.stdout.flush()
+            return
+        if self._live:
+            sys.stderr.write("\r\x1b[K")
+        rate = f", {row.window.tokens_per_s:.1f} tok/s" if row.window else ""
+        why = f": {row.reason}" if row.reason else ""
+        made = f" {row.ok}/{row.requests} requests{rate}, {row.wall_s:.1f} s" if row.requests else ""
+        print(f"{self._head}: {row.state}{made}{why}", file=sys.stderr, flush=True)
+
+    def end(self, run: RunFolder, label: str, rows: Sequence[CellRow]) -> None:
+        """Say how the run ended."""
+        states: dict[str, int] = {}
+        for row in rows:
+            states[row.state] = states.get(row.state, 0) + 1
+        engine = run.manifest.get("engine") or {}
+        if self._json:
+            end = {"event": "end", "run": run.name, "folder": str(run.path), "label": label, "cells": states}
+            end |= {"simulated": engine.get("hardware") == "simulated", "time_scale": engine.get("time_scale")}
+            sys.stdout.buffer.write(msgspec.json.encode(end) + b"\n")
+            sys.stdout.flush()
+            return
+        said = ", ".join(f"{count} {state}" for state, count in states.items()) or "nothing to do"
+        simulated = ""
+        if engine.get("hardware") == "simulated":
+            simulated = f" (simulated engine, time scale {engine.get('time_scale')}: not GPU performance)"
+        print(f"{run.path}: {label}; {said}{simulated}", file=sys.stderr)
