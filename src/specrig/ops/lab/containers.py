@@ -10,7 +10,6 @@ import shlex
 import shutil
 import subprocess
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from specrig.errors import SpecrigError
@@ -76,7 +75,7 @@ lxc.apparmor.profile = unconfined
 lxc.cap.drop =
 lxc.cap.drop = sys_time sys_module
 lxc.mount.auto =
-lxc.mount.auto = cgroup:rw:force proc:rw sys:rw
+lxc.mount.auto = cgroup:rw:force proc:mixed sys:rw
 lxc.cgroup2.devices.allow = a
 lxc.mount.entry = {state.directory}/guest/rootfs var/lib/lxc/{GUEST}/rootfs none bind,create=dir 0 0
 lxc.mount.entry = {pip_cache()} var/cache/specrig-lab/pip none bind,create=dir 0 0
@@ -157,7 +156,7 @@ def stop(lxc_path: Path, container: str, gentle: bool) -> None:
 
 
 def leftover_cgroups(container: str, remove: bool = False) -> list[str]:
-    """The cgroups of a container that are still there; with ``remove``, kills what is in them and removes them first."""
+    """The cgroups of a container that are still there; with ``remove``, after killing and removing what can be."""
     name = shlex.quote(container)
     find = f"find /sys/fs/cgroup -maxdepth 4 -type d \\( -name lxc.payload.{name} -o -name lxc.monitor.{name} \\)"
     script = ""

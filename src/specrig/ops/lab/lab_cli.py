@@ -7,11 +7,16 @@ import sys
 import time
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the lab's actions and their options."""
-    common = argparse.ArgumentParser(add_help=False)
+def _common() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(prog="specrig lab", add_help=False)
     common.add_argument("--name", help="the lab's name (default: SPECRIG_LAB, else one derived from the checkout)")
     common.add_argument("--json", action="store_true", help="print JSON")
+    return common
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the lab's actions and their options."""
+    common = _common()
     actions = parser.add_subparsers(dest="lab_action", required=True, metavar="ACTION")
     up = actions.add_parser("up", parents=[common], help="build and start a bare host and guest; idempotent")
     up.add_argument("--model-mb", type=int, default=256, metavar="MB", help="size of the synthetic model (256)")
@@ -40,6 +45,11 @@ def run(args: argparse.Namespace) -> int:
     from specrig.errors import UsageError
     from specrig.ops.lab import lifecycle, state
 
+    words: list[str] = list(getattr(args, "command", ()))
+    if "--" in words or (words[:1] and words[0].startswith("-")):
+        cut = words.index("--") if "--" in words else len(words)
+        _common().parse_args(words[:cut], namespace=args)
+        words = words[cut + 1 :]
     name = state.checked_name(args.name or state.default_name())
     started = time.monotonic()
 
@@ -74,7 +84,6 @@ def run(args: argparse.Namespace) -> int:
                     print(f"{key:<10} {value}")
     else:
         lab = lifecycle.existing(name)
-        words = args.command[1:] if args.command[:1] == ["--"] else args.command
         command = shlex.join(words)
         if args.target == "guest":
             command = lifecycle.guest_command(command or "exec bash -l")

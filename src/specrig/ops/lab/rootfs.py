@@ -39,6 +39,11 @@ VERSION = 1
 BUNDLE = "/etc/ssl/certs/ca-certificates.crt"
 _EXCLUDE = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*", "/usr/share/info/*")
 _KEPT_APT = re.compile(r"Acquire::(https?::.*(Proxy|Verify|CaInfo|CAInfo).*|Check-Valid-Until|Check-Date|Retries)\b")
+_DIE_TOGETHER = (
+    *("setpriv", "--pdeathsig", "KILL", "unshare", "--mount", "--propagation", "private"),
+    *("--pid", "--fork", "--kill-child=KILL", "--mount-proc"),
+)
+"""Runs a command with mounts of its own that cannot outlive this process, however it ends."""
 _PIP_KEYS = ("cert", "index-url", "extra-index-url", "trusted-host", "timeout", "retries")
 
 
@@ -140,7 +145,7 @@ def rootfs(say: Callable[[str], None]) -> Path:
         scratch.mkdir(parents=True)
         for name, text in sources:
             (scratch / name).write_text(text)
-        command = ["mmdebstrap", "--mode=root", "--variant=minbase", "--format=directory"]
+        command = [*_DIE_TOGETHER, "mmdebstrap", "--mode=root", "--variant=minbase", "--format=directory"]
         command += [f"--include={','.join(PACKAGES)}", *(f"--dpkgopt=path-exclude={glob}" for glob in _EXCLUDE)]
         command += ['--aptopt=APT::Install-Recommends "false"', '--aptopt=Acquire::Languages "none"']
         command += [f"--aptopt={line.rstrip(';')}" for line in options]

@@ -249,9 +249,8 @@ def main() -> int:
     elif "-pm" in options:
         print("All done.")
     elif set(options) <= {"-i"}:
-        print(
-            f"NVIDIA-SMI {box['driver_version']}   Driver Version: {box['driver_version']}   CUDA Version: {box['cuda_version']}"
-        )
+        version = box["driver_version"]
+        print(f"NVIDIA-SMI {version}   Driver Version: {version}   CUDA Version: {box['cuda_version']}")
         for gpu in gpus:
             print(f"|   {gpu['index']}  {gpu['name']}  On  |  {gpu['bus']}  |  {gpu['used']}MiB / {gpu['total']}MiB |")
     else:
