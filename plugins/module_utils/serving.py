@@ -421,7 +421,8 @@ def _argv_difference(cmdline, argv):
         want = tail[index] if index < len(tail) else None
         if have != want:
             before = tail[index - 1] + ": " if 0 < index <= len(tail) else ""
-            return "{0}has {1}, planned {2}".format(before, _shown(have), _shown(want))
+            shown = ["nothing" if word is None else repr(word) for word in (have, want)]
+            return "{0}has {1}, planned {2}".format(before, *shown)
     return "started by {0}, planned {1}".format(" ".join(cmdline[:1]), argv[0])
 
 

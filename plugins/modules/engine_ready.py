@@ -323,7 +323,7 @@ def main():
         lines = []
         for row in failed:
             lines.append("{0}: {1}".format(row["profile"], row["problem"]))
-            lines += ["    " + line for line in row["log"]]
+            lines += ["    " + line for line in row.pop("log")]
         module.fail_json(msg="\n".join(lines), rows=rows, specrig={"serving": serving_rows})
     module.exit_json(changed=False, rows=rows, specrig={"serving": serving_rows})
 

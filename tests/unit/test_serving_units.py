@@ -1,0 +1,302 @@
+"""What a profile's unit says, and how a running server is compared with it."""
+
+from __future__ import annotations
+
+import configparser
+import itertools
+import shlex
+
+import pytest
+
+from specrig.facts import serving
+
+PROFILE = {
+    "model": "Qwen3.6-27B",
+    "tp": 4,
+    "method": "ddtree",
+    "budget": 15,
+    "draft_model": "/srv/models/draft",
+    "context_length": 131072,
+    "port": 31404,
+    "serve": False,
+}
+PLACED = {
+    "gpus": [4, 5, 6, 7],
+    "guest_gpus": [4, 5, 6, 7],
+    "numa_nodes": [1],
+    "cpus": "64-67,192-195",
+    "memory_nodes": [1],
+    "memory_policy": True,
+    "numa": "local",
+}
+SETTINGS = {
+    "engine": {"kind": "sglang", "command": ["/opt/sglang/bin/python", "-m", "sglang.launch_server"]},
+    "model_root": "/srv/models/",
+    "listen": "127.0.0.1",
+    "start_timeout_s": 900,
+    "engine_id": "e1",
+}
+
+
+def planned(profile=None, placed=None, settings=None, name="tp4-ddtree-b15"):
+    return serving.plan_unit(
+        name, {**PROFILE, **(profile or {})}, {**PLACED, **(placed or {})}, {**SETTINGS, **(settings or {})}
+    )
+
+
+def running(plan, **changes):
+    return {
+        "pid": 812,
+        "environ": serving.mask_env({**plan["env"], "PATH": "/usr/bin", "INVOCATION_ID": "x"}),
+        "cmdline": serving.mask_argv(plan["argv"]),
+        "cpus_allowed": [64, 65, 66, 67, 192, 193, 194, 195],
+        **changes,
+    }
+
+
+def directives(text):
+    """Directives of [Service] in order, as systemd reads them: name to the list of its values."""
+    found = {}
+    section = ""
+    for line in text.splitlines():
+        if line.startswith("["):
+            section = line
+        elif section == "[Service]" and "=" in line and not line.startswith("#"):
+            name, value = line.split("=", 1)
+            found.setdefault(name, []).append(value)
+    return found
+
+
+def test_the_command_is_the_engine_then_the_profile_as_sglang_spells_it():
+    argv = planned()["argv"]
+    assert argv[:3] == ["/opt/sglang/bin/python", "-m", "sglang.launch_server"]
+    options = dict(itertools.pairwise(argv))
+    assert options["--model-path"] == "/srv/models/Qwen3.6-27B"
+    assert options["--tp-size"] == "4"
+    assert options["--context-length"] == "131072"
+    assert options["--port"] == "31404"
+    assert options["--speculative-algorithm"] == "DDTREE"
+    assert options["--speculative-ddtree-budget"] == "15"
+
+
+def test_the_environment_counts_gpus_by_bus_and_as_the_guest_does():
+    env = planned(placed={"gpus": [4, 5, 6, 7], "guest_gpus": [0, 1, 2, 3]})["env"]
+    assert env["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+    assert env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+
+
+def test_engine_and_profile_arguments_come_last_and_name_the_profile():
+    engine = {
+        "kind": "sim",
+        "command": ["/opt/specrig/venv/bin/specrig", "sim"],
+        "time_scale": 0.2,
+        "extra_args": ["--sim-truth", "/var/lib/specrig/truth-{profile}.jsonl"],
+    }
+    argv = planned({"extra_args": ["--sim-seed", 7]}, settings={"engine": engine}, name="chat")["argv"]
+    assert argv[-6:] == [
+        "--sim-time-scale",
+        "0.2",
+        "--sim-truth",
+        "/var/lib/specrig/truth-chat.jsonl",
+        "--sim-seed",
+        "7",
+    ]
+
+
+def test_the_placement_alone_decides_on_gpus():
+    with pytest.raises(serving.ServingError, match="sets CUDA_VISIBLE_DEVICES, which the placement decides"):
+        planned({"env": {"CUDA_VISIBLE_DEVICES": "1,2,3,4,5"}})
+
+
+def test_a_relative_engine_command_is_refused():
+    with pytest.raises(serving.ServingError, match="absolute path"):
+        planned(settings={"engine": {"kind": "sglang", "command": ["sglang", "serve"]}})
+
+
+def test_the_drop_in_binds_cpus_and_memory_of_the_node():
+    found = directives(serving.render_dropin(planned()))
+    assert found["ExecStart"][0] == ""
+    assert shlex.split(found["ExecStart"][1]) == planned()["argv"]
+    assert found["CPUAffinity"] == ["64-67 192-195"]
+    assert found["NUMAPolicy"] == ["bind"]
+    assert found["NUMAMask"] == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("placed", "reason"),
+    [
+        ({"memory_policy": False}, "the kernel refuses it for node 1 here"),
+        ({"memory_policy": None}, "whether the kernel accepts it could not be told"),
+        ({"memory_nodes": [], "numa_nodes": [None]}, "the NUMA node of its GPUs is unknown"),
+    ],
+)
+def test_without_a_memory_policy_the_unit_and_the_summary_say_so(placed, reason):
+    plan = planned(placed=placed)
+    text = serving.render_dropin(plan)
+    assert "NUMAPolicy" not in directives(text)
+    assert "# memory policy not applied: " + reason in text
+    assert "memory policy not applied" in serving.summary_row(plan, "serving")["note"]
+
+
+def test_unknown_cpus_bind_nothing():
+    assert "CPUAffinity" not in directives(serving.render_dropin(planned(placed={"cpus": None})))
+
+
+def test_the_template_keeps_the_gpu_and_the_other_servers():
+    text = serving.render_template({"stop_timeout_s": 45})
+    found = directives(text)
+    assert found["User"] == ["specrig"]
+    assert found["KillMode"] == ["control-group"]
+    assert found["TimeoutStartSec"] == ["900"]
+    assert found["TimeoutStopSec"] == ["45"]
+    assert found["EnvironmentFile"] == ["/etc/specrig/profiles/%i.env"]
+    assert found["LimitMEMLOCK"] == ["infinity"]
+    # Each of these takes the GPU, run-time compilation or another profile's shared memory away.
+    for harmful in ("PrivateDevices", "ProtectClock", "MemoryDenyWriteExecute", "ProtectProc", "RemoveIPC"):
+        assert harmful not in found
+    # No ExecStart: an instance that no profile describes can't start.
+    assert "ExecStart" not in found
+    parsed = configparser.ConfigParser(strict=False, interpolation=None)
+    parsed.optionxform = str
+    parsed.read_string(text)
+    # 10 s x 3 restarts end well within the window in which they are counted, so a crash loop ends.
+    assert int(parsed["Unit"]["StartLimitIntervalSec"]) > 10 * 3
+    assert parsed["Unit"]["StartLimitBurst"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("word", "quoted"),
+    [
+        ("--tp-size", "--tp-size"),
+        ("50%", "50%%"),
+        ("$HOME", '"$$HOME"'),
+        ("a b", '"a b"'),
+        ('say "x"', '"say \\"x\\""'),
+        ("", '""'),
+        ('{"a": 1}', '"{\\"a\\": 1}"'),
+    ],
+)
+def test_words_reach_the_engine_as_they_are(word, quoted):
+    assert serving.quote_exec(word) == quoted
+
+
+def test_a_line_break_in_an_argument_is_refused():
+    with pytest.raises(serving.ServingError, match="line break"):
+        serving.quote_exec("a\nExecStartPre=/bin/rm")
+
+
+def test_an_environment_file_reads_back():
+    env = {"A": "1", "B": 'two "words"', "C": "", "D": "50% of $HOME\\x", "URL": "http://a:1/b,c"}
+    text = serving.render_env(env)
+    assert text.splitlines()[0].startswith("#")
+    assert 'B="two \\"words\\""' in text
+    assert serving.parse_env(text) == env
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a/b", "../x", "-a", "a@b", "x" * 65, "ä"])
+def test_names_that_need_escaping_are_refused(name):
+    with pytest.raises(serving.ServingError, match="can't be used"):
+        serving.check_name(name)
+
+
+def test_one_port_for_two_profiles_is_refused():
+    assert serving.check_profiles({"a": {"port": 31001}, "b": {"port": 31001}}) == [
+        "profiles a and b both have port 31001: give each its own"
+    ]
+    assert serving.check_profiles({"a": {"port": 0}}) == ["profile a: port is 0, expected a number from 1 to 65535"]
+    assert serving.check_profiles({"a": {"port": 31001}, "b": {"port": 31002}}) == []
+
+
+# ---- what runs, against the plan ----
+
+
+def test_a_server_that_runs_as_planned_is_left_alone():
+    plan = planned()
+    assert serving.decide(plan, {"active": "active"}, running(plan), True) == ("keep", [], [])
+
+
+def test_a_script_s_own_interpreter_before_the_command_is_no_difference():
+    plan = planned(settings={"engine": {"kind": "sim", "command": ["/opt/specrig/venv/bin/specrig", "sim"]}})
+    shebang = ["/opt/specrig/venv/bin/python3", *plan["argv"]]
+    assert serving.differences(plan, running(plan, cmdline=shebang)) == ([], [])
+
+
+def test_the_incident_a_leftover_environment_is_found():
+    plan = planned()
+    environ = {**running(plan)["environ"], "CUDA_VISIBLE_DEVICES": "1,2,3,4,5"}
+    action, reasons, _unknown = serving.decide(plan, {"active": "active"}, running(plan, environ=environ), True)
+    assert action == "restart"
+    assert reasons == ["CUDA_VISIBLE_DEVICES is '1,2,3,4,5', planned '4,5,6,7'"]
+
+
+def test_another_argument_is_named():
+    plan = planned()
+    seen = ["32768" if word == "131072" else word for word in plan["argv"]]
+    different, _unknown = serving.differences(plan, running(plan, cmdline=seen))
+    assert different == ["command line: --context-length: has '32768', planned '131072'"]
+
+
+def test_a_missing_last_argument_is_named():
+    plan = planned()
+    different, _unknown = serving.differences(plan, running(plan, cmdline=plan["argv"][:-2]))
+    assert different == ["command line: /srv/models/draft: has nothing, planned '--speculative-ddtree-budget'"]
+
+
+def test_cpus_outside_the_plan_are_named_and_fewer_are_right():
+    plan = planned()
+    different, _unknown = serving.differences(plan, running(plan, cpus_allowed=[0, 1, 64]))
+    assert different == ["may run on CPUs 0-1 outside the planned 64-67,192-195"]
+    assert serving.differences(plan, running(plan, cpus_allowed=[64])) == ([], [])
+
+
+def test_what_cannot_be_read_is_unknown_and_restarts_nothing():
+    plan = planned()
+    seen = {"pid": 812, "environ": None, "cmdline": None, "cpus_allowed": None}
+    action, reasons, unknown = serving.decide(plan, {"active": "active"}, seen, True)
+    assert (action, reasons) == ("keep", [])
+    assert len(unknown) == 3
+
+
+def test_another_engine_asks_for_a_restart():
+    old, new = planned(settings={"engine_id": "old"}), planned(settings={"engine_id": "new"})
+    assert serving.differences(new, running(old))[0] == ["SPECRIG_ENGINE is 'old', planned 'new'"]
+
+
+def test_secrets_are_compared_and_never_shown():
+    plan = planned({"extra_args": ["--api-key", "hunter2"], "env": {"HF_TOKEN": "hunter3"}})
+    assert serving.differences(plan, running(plan)) == ([], [])
+    other = planned({"extra_args": ["--api-key", "other"], "env": {"HF_TOKEN": "other"}})
+    different, _unknown = serving.differences(other, running(plan))
+    assert len(different) == 2
+    assert "hunter" not in str(different)
+    assert "other" not in str(different)
+
+
+@pytest.mark.parametrize(
+    ("unit", "wanted", "action"),
+    [
+        (None, True, "start"),
+        ({"active": "inactive"}, True, "start"),
+        ({"active": "failed", "result": "exit-code"}, True, "start"),
+        ({"active": "activating", "sub": "auto-restart"}, True, "restart"),
+        ({"active": "activating", "sub": "start"}, True, "keep"),
+        ({"active": "active"}, False, "stop"),
+        ({"active": "activating", "sub": "auto-restart"}, False, "stop"),
+        ({"active": "inactive"}, False, "none"),
+        (None, False, "none"),
+    ],
+)
+def test_what_is_done_with_a_unit(unit, wanted, action):
+    assert serving.decide(planned(), unit, None, wanted)[0] == action
+
+
+def test_somebody_else_s_drop_in_is_told_from_a_harmless_one():
+    text = "[Unit]\nDescription=x\n[Service]\n# Environment=A=1\nNice=5\nEnvironment=CUDA_VISIBLE_DEVICES=1,2,3,4,5\n"
+    found = serving.foreign_directives(text)
+    assert found == [("Environment", "CUDA_VISIBLE_DEVICES=1,2,3,4,5")]
+    line = serving.foreign_message("tp4", "/etc/systemd/system/x.d/override.conf", found)
+    assert "/etc/systemd/system/x.d/override.conf sets Environment=CUDA_VISIBLE_DEVICES=1,2,3,4,5" in line
+    assert "remove that file" in line
+    assert serving.foreign_directives("[Service]\nNice=5\n[Install]\nUser=x\n") == []
+    reset = serving.foreign_directives("[Service]\nEnvironmentFile=\n")
+    assert "EnvironmentFile= (reset)" in serving.foreign_message("tp4", "/x", reset)
