@@ -18,8 +18,8 @@ class Distribution:
     pool: str
     n: float
     mean: float
-    low: float
-    high: float
+    min: float
+    max: float
     percentiles: dict[str, float] = field(default_factory=dict)
 
 
@@ -38,8 +38,8 @@ def weighted(pairs: Sequence[tuple[float, float]], pool: str = "tokens") -> Dist
         pool=pool,
         n=total,
         mean=math.fsum(v * w for v, w in kept) / total,
-        low=kept[0][0],
-        high=kept[-1][0],
+        min=kept[0][0],
+        max=kept[-1][0],
         percentiles={f"p{q * 100:g}": _quantile(kept, total, q) for q in QUANTILES if carries(total, q)},
     )
 

@@ -14,7 +14,16 @@ from specrig.analysis.intervals import DEFAULT_LEVEL, DEFAULT_MARGIN
 from specrig.analysis.losslessness import losslessness
 from specrig.analysis.percentiles import Distribution, distribution, weighted
 from specrig.analysis.samples import Key, Sample, Samples, arms, by_arm, collect, key_of
-from specrig.analysis.speedup import Cells, Speedup, decode_cells, sessions, speedups, throughput_cells
+from specrig.analysis.speedup import (
+    DECODE,
+    THROUGHPUT,
+    Cells,
+    Speedup,
+    decode_cells,
+    sessions,
+    speedups,
+    throughput_cells,
+)
 from specrig.analysis.validity import MAX_POST_EOS_SHARE, PartValidity, judge, post_eos_share
 
 SCHEMA = 1
@@ -74,8 +83,8 @@ def summarise(
         "launches": _launches(run),
         "cells": cells,
         "speedups": [_speedup(item) for item in found],
-        "best": [_choice(item) for item in choices],
-        "regret": [asdict(item) for item in losses],
+        "best": choices,
+        "regret": losses,
         "agentic": _agentic(run, valid, found, baseline),
         "losslessness": _lossless(samples, sweep, baseline),
         "skipped": _skipped(run),
@@ -232,20 +241,23 @@ def _speedup(item: Speedup) -> Row:
 
 def _choices(
     rows: list[Sample], run: RunData, valid: Mapping[Part, PartValidity], baseline: str
-) -> tuple[list[Choice], list[Any]]:
-    """The best method per key by decode rate, and by throughput where the load has more than one in flight."""
-    tables: dict[Key, dict[str, Cells]] = {}
-    throughput = throughput_cells(run, valid)
-    for key, found in by_arm(rows).items():
-        table = throughput.get(key) if key in throughput and key.length == key.output_tokens else None
-        blocks = {b for cells in (table or {}).values() for b in cells}
-        use = table if table and len(blocks) >= 2 and set(table) == set(found) else None
-        tables[key] = dict(use) if use else {method: decode_cells(samples) for method, samples in found.items()}
-    chosen = {key: choice for key in sorted(tables) if (choice := best(key, tables[key], baseline)) is not None}
-    return list(chosen.values()), regrets(tables, chosen)
+) -> tuple[list[Row], list[Row]]:
+    """The best method per key by decode rate and, with more than one in flight, by throughput; and the regrets."""
+    decode: dict[Key, Mapping[str, Cells]] = {
+        key: {method: decode_cells(samples) for method, samples in found.items()}
+        for key, found in by_arm(rows).items()
+        if not any(sample.session for samples in found.values() for sample in samples)
+    }
+    out: list[Row] = []
+    losses: list[Row] = []
+    for metric, tables in ((DECODE, decode), (THROUGHPUT, throughput_cells(run, valid))):
+        chosen = {key: choice for key in sorted(tables) if (choice := best(key, tables[key], baseline)) is not None}
+        out += [{"metric": metric, **_flat(choice)} for choice in chosen.values()]
+        losses += [{"metric": metric, **asdict(item)} for item in regrets(tables, chosen)]
+    return out, losses
 
 
-def _choice(item: Choice) -> Row:
+def _flat(item: Choice) -> Row:
     out = asdict(item)
     return {**out.pop("key"), **out}
 

@@ -188,8 +188,6 @@ def _speculation(info: CellInfo, rows: list[Row]) -> Check:
 
 def _post_eos(rows: list[Row], limit: float) -> Check:
     rule = "share of tokens after the first end of sequence"
-    if all(r["output_ids"] is None and not _known(r["first_eos"]) for r in rows):
-        return Check(rule, None, None, f"at most {limit:.0%}")
     share = post_eos_share(rows)
     if share is None:
         return Check(rule, None, None, f"at most {limit:.0%}")
@@ -197,7 +195,9 @@ def _post_eos(rows: list[Row], limit: float) -> Check:
 
 
 def post_eos_share(rows: list[Row]) -> float | None:
-    """Tokens after the first end-of-sequence token over all output tokens; None without token counts."""
+    """Tokens after the first end-of-sequence token over all output tokens; None where nobody could have seen one."""
+    if all(row["output_ids"] is None and not _known(row["first_eos"]) for row in rows):
+        return None
     total = after = 0.0
     for row in rows:
         if not _known(row["output_tokens"]):
