@@ -73,6 +73,7 @@ from ..module_utils import serving
 
 POLL_S = 0.2
 REQUEST_S = 120.0
+PROPERTIES = "ActiveState,SubState,Result,MainPID,ExecMainStatus,NRestarts,ControlGroup,InvocationID"
 # No proxy of the environment may stand between a check and a server on this machine.
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -102,7 +103,7 @@ def call(url, api_key, body=None, timeout=10.0):
 
 def unit_show(unit):
     done = subprocess.run(
-        ["systemctl", "show", "-p", "ActiveState,SubState,Result,MainPID,ExecMainStatus,NRestarts,ControlGroup", unit],
+        ["systemctl", "show", "-p", PROPERTIES, unit],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         check=False,
@@ -110,14 +111,22 @@ def unit_show(unit):
     return dict(line.split("=", 1) for line in done.stdout.decode("utf-8", "replace").splitlines() if "=" in line)
 
 
-def unit_log(unit, lines):
-    done = subprocess.run(
-        ["journalctl", "--no-pager", "--output=cat", "--lines", str(lines), "--unit", unit],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        check=False,
-    )
-    return [line for line in done.stdout.decode("utf-8", "replace").splitlines() if line.strip()]
+def unit_log(unit, invocation, lines):
+    """The last log lines of this very start; of the unit where a start left none."""
+    matches = [["--unit", unit]]
+    if invocation:
+        matches.insert(0, ["_SYSTEMD_INVOCATION_ID=" + invocation, "+", "INVOCATION_ID=" + invocation])
+    for match in matches:
+        done = subprocess.run(
+            ["journalctl", "--no-pager", "--output=cat", "--lines", str(lines), *match],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            check=False,
+        )
+        shown = [line for line in done.stdout.decode("utf-8", "replace").splitlines() if line.strip()]
+        if shown:
+            return shown
+    return []
 
 
 def pids_of_cgroup(cgroup):
@@ -263,7 +272,7 @@ def poll(target, params, row):
         time.sleep(POLL_S)
     row["seconds"] = round(time.monotonic() - begun, 2)
     if row["problem"]:
-        row["log"] = unit_log(target["unit"], params["log_lines"])
+        row["log"] = unit_log(target["unit"], state.get("InvocationID"), params["log_lines"])
 
 
 def check_alive(target, state, restarts):
