@@ -242,8 +242,15 @@ def main():
         if changed or record:
             write_state(state_path, name, sorted(mine))
     problems = ["guest %s: %s" % (name, text) for text in explain.config_problems(facts)]
-    texts = ["guest %s: %s %s %s" % (name, "+", *pair) for pair in report["added"]]
-    texts += ["guest %s: %s %s %s" % (name, "-", *pair) for pair in report["removed"] + report["healed"]]
+    texts = []
+    for what, pairs in (("added", report["added"]), ("removed", report["removed"] + report["healed"])):
+        rules = [value for key, value in pairs if key == guestconf.ALLOW]
+        others = len(pairs) - len(rules)
+        if pairs:
+            parts = ["device rules %s" % ", ".join(rules)] if rules else []
+            parts += ["%d mount lines" % others] if others else []
+            would = "would be " if module.check_mode else ""
+            texts.append("guest %s: config, %s%s: %s" % (name, would, what, "; ".join(parts)))
     module.exit_json(
         changed=changed,
         path=path,

@@ -215,6 +215,9 @@ class Live:
             try:
                 about = os.stat(row["source"])
             except OSError:
+                if guest.module.check_mode:
+                    self.bad_folders.append((row, "is not the host's %s, which is not there yet" % row["source"]))
+                    continue
                 guest.fail("the host has no folder %s to show in guest %r; the role model_store makes it" % (row["source"], guest.name))
             same = at["device"] == about.st_dev and at.get("inode") == about.st_ino
             if not same:
@@ -262,10 +265,10 @@ class Live:
             before.append("%s %s" % (row["path"], at["kind"] if at["kind"] != "char" else "c %s:%s" % (at["major"], at["minor"])))
             after.append("%s c %d:%d" % (row["path"], row["major"], row["minor"]))
         if self.bad_nodes:
-            todo.append("put in place: %s" % guestlive.short(row["path"] for row, _at, _wrong in self.bad_nodes))
+            todo.append("put in place live: %s" % guestlive.short(row["path"] for row, _at, _wrong in self.bad_nodes))
         for row, wrong in self.bad_folders:
             found.append("guest %s: %s %s" % (self.guest.name, row["target"], wrong))
-            todo.append("shows %s at %s" % (row["source"], row["target"]))
+            todo.append("shown live: %s at %s" % (row["source"], row["target"]))
             before.append("%s %s" % (row["target"], wrong))
             after.append("%s shows %s" % (row["target"], row["source"]))
         return found, todo, before, after
@@ -326,7 +329,7 @@ def main():
     guest = Guest(module)
     said = {"found": [], "changed": [], "gates": [], "notes": []}
     result = {"changed": False, "restarted": False, "specrig": said}
-    would = "would have " if module.check_mode else ""
+    would = "would be " if module.check_mode else ""
 
     state, init_pid = guest.state()
     if state != "RUNNING":

@@ -154,7 +154,7 @@ def main():
         if not module.check_mode:
             write(path, content, mode)
     if written:
-        told.append("wrote %s" % ", ".join(written))
+        told.append(("would write %s" if module.check_mode else "wrote %s") % ", ".join(written))
     reload = any(path.startswith(UNIT_FOLDER) for path in written)
     if reload and not module.check_mode:
         systemctl(module, "daemon-reload")
@@ -163,12 +163,12 @@ def main():
     enable = [name for name in enabled if not now.get(name, (False, False))[1]]
     start = [name for name in started if not now.get(name, (False, False))[0]]
     if enable:
-        told.append("enabled %s" % ", ".join(enable))
+        told.append(("would enable %s" if module.check_mode else "enabled %s") % ", ".join(enable))
     if start:
-        told.append("started %s" % ", ".join(start))
+        told.append(("would start %s" if module.check_mode else "started %s") % ", ".join(start))
     remount = bool(mount and os.path.join(UNIT_FOLDER, mount) in written and mount not in start)
     if remount:
-        told.append("remounted %s" % params["mount_point"])
+        told.append(("would remount %s" if module.check_mode else "remounted %s") % params["mount_point"])
     if enable or start:
         before = ["%s %s" % (name, "disabled") for name in enable] + ["%s %s" % (name, "inactive") for name in start]
         after = ["%s %s" % (name, "enabled") for name in enable] + ["%s %s" % (name, "active") for name in start]
@@ -184,8 +184,7 @@ def main():
         for name in start:
             systemctl(module, "start", name)
     changed = bool(told)
-    prefix = "would have " if module.check_mode else ""
-    said = {"changed": ["%s: %s%s" % (subject, prefix, text) for text in told]}
+    said = {"changed": ["%s: %s" % (subject, text) for text in told]}
     if params["mount_point"] and mount in start:
         said["found"] = ["%s is not mounted on the host" % params["mount_point"]]
     module.exit_json(changed=changed, mount_unit=mount, specrig=said, diff=diff)
