@@ -1,1 +1,1 @@
-
+"""The simulated engine: SGLang's HTTP API with a known truth."""

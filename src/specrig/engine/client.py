@@ -1,0 +1,300 @@
+"""Control calls to a running engine: what it is, what it can hold, one completion, flush, abort.
+
+Measurements never go through here: the stream client of `specrig.load` does those. Endpoint names of older SGLang
+versions are tried where the present ones are not found.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from specrig.engine.errors import EngineError, classify, message
+from specrig.errors import UsageError
+
+
+class EngineClient:
+    """A synchronous client for the control endpoints of SGLang, or of an OpenAI-compatible server.
+
+    Args:
+        base_url: such as ``http://127.0.0.1:30000``; a trailing ``/v1`` is dropped.
+        api_key: sent as a bearer token.
+        timeout_s: for every call that has no timeout of its own.
+    """
+
+    def __init__(self, base_url: str, api_key: str | None = None, *, timeout_s: float = 10.0) -> None:
+        url = base_url.rstrip("/").removesuffix("/v1")
+        try:
+            parsed = httpx.URL(url)
+        except httpx.InvalidURL as error:
+            raise UsageError(f"the engine's URL {base_url!r} can't be read: {error}") from error
+        if parsed.scheme not in ("http", "https") or not parsed.host:
+            raise UsageError(f"the engine's URL is {base_url!r}; expected http://HOST:PORT")
+        self.base_url = url
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout_s, trust_env=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def _send(self, method: str, path: str, *, timeout_s: float | None = None, **kwargs: Any) -> httpx.Response:
+        if timeout_s is not None:
+            kwargs["timeout"] = timeout_s
+        try:
+            return self._http.request(method, path, **kwargs)
+        except httpx.TimeoutException as error:
+            raise EngineError(f"{self.base_url}{path} did not answer in time: {type(error).__name__}") from error
+        except httpx.HTTPError as error:
+            raise EngineError(
+                f"{self.base_url}{path} can't be reached: {error}; is the server running there?"
+            ) from error
+
+    def _object(self, method: str, *paths: str, timeout_s: float | None = None, **kwargs: Any) -> dict[str, Any]:
+        response = None
+        for path in paths:
+            response = self._send(method, path, timeout_s=timeout_s, **kwargs)
+            if response.status_code not in (404, 405):
+                break
+        assert response is not None
+        if response.status_code != 200:
+            raise self._error(response)
+        try:
+            value = response.json()
+        except ValueError as error:
+            raise EngineError(
+                f"{response.url} answered {response.text[:60]!r}; expected a JSON object", status=200
+            ) from error
+        if not isinstance(value, dict):
+            raise EngineError(f"{response.url} answered a {type(value).__name__}; expected a JSON object", status=200)
+        return value
+
+    def _error(self, response: httpx.Response) -> EngineError:
+        status = response.status_code
+        return EngineError(
+            f"{response.url} answered {status}: {message(status, response.content)}",
+            status=status,
+            kind=classify(status, response.content),
+        )
+
+    # -- what it is ----------------------------------------------------------------------------------------------
+
+    def server_info(self) -> dict[str, Any]:
+        """The engine's resolved arguments and state: ``/server_info``, or ``/get_server_info`` of older versions."""
+        return self._object("GET", "/server_info", "/get_server_info")
+
+    def model_info(self) -> dict[str, Any]:
+        """``/model_info``, or ``/get_model_info`` of older versions."""
+        return self._object("GET", "/model_info", "/get_model_info")
+
+    def models(self) -> list[dict[str, Any]]:
+        """The rows of ``/v1/models``; ``max_model_len`` there is the effective context length."""
+        data = self._object("GET", "/v1/models").get("data")
+        return [row for row in data if isinstance(row, dict)] if isinstance(data, list) else []
+
+    def loads(self) -> list[dict[str, Any]]:
+        """The rows of ``/v1/loads`` (running and waiting requests, tokens used), or of ``/get_load``."""
+        response = self._send("GET", "/v1/loads")
+        if response.status_code in (404, 405):
+            response = self._send("GET", "/get_load")
+        if response.status_code != 200:
+            raise self._error(response)
+        value = response.json()
+        rows = value.get("loads") if isinstance(value, dict) else value
+        return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+
+    def metrics(self) -> str:
+        """The text of ``/metrics``; an `EngineError` of kind ``not-found`` where metrics are off."""
+        response = self._send("GET", "/metrics", follow_redirects=True)
+        if response.status_code != 200:
+            raise self._error(response)
+        return response.text
+
+    def health(self) -> bool:
+        """Whether ``/health`` answers 200. A healthy server can still hang: readiness is `ready`, then a completion."""
+        try:
+            return self._send("GET", "/health", timeout_s=25.0).status_code == 200
+        except EngineError:
+            return False
+
+    def ready(self) -> bool:
+        """Whether ``/ready`` (``/health`` where that is not known) answers 200. False where nothing listens."""
+        try:
+            response = self._send("GET", "/ready")
+            if response.status_code in (404, 405):
+                response = self._send("GET", "/health", timeout_s=25.0)
+        except EngineError:
+            return False
+        return response.status_code == 200
+
+    def wait_ready(self, timeout_s: float, *, model: str | None = None, interval_s: float = 0.1) -> float:
+        """Wait until the server answers one real completion.
+
+        Args:
+            timeout_s: how long to wait.
+            model: the served model name it must answer for.
+            interval_s: between two looks.
+
+        Returns:
+            The seconds waited.
+
+        Raises:
+            EngineError: not ready in time, or ready for another model.
+        """
+        begun = time.monotonic()
+        last = "nothing listens"
+        while True:
+            try:
+                if self.ready():
+                    if model is not None:
+                        self.check_model(model)
+                    self.generate(text="Hello", max_new_tokens=2, timeout_s=max(1.0, timeout_s))
+                    return time.monotonic() - begun
+                last = "it is not ready yet"
+            except EngineError as error:
+                if error.kind == "bad-request" and error.status == 200:
+                    raise
+                last = str(error)
+            if time.monotonic() - begun > timeout_s:
+                raise EngineError(f"{self.base_url} answered no completion in {timeout_s:.0f} s: {last}")
+            time.sleep(interval_s)
+
+    def check_model(self, model: str) -> None:
+        """Check that the server answers for `model`.
+
+        Raises:
+            EngineError: it answers for another one.
+        """
+        served = [str(row.get("id")) for row in self.models()]
+        if model not in served:
+            raise EngineError(
+                f"{self.base_url} answers for {', '.join(served) or 'no model'}; expected {model}: "
+                "another server listens on this port; stop it, or give the profile another port",
+                status=200,
+                kind="bad-request",
+            )
+
+    # -- what it does --------------------------------------------------------------------------------------------
+
+    def tokenize(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        model: str = "default",
+    ) -> list[int]:
+        """The token ids that the server makes of a text, or of messages after its chat template."""
+        body: dict[str, Any] = {"model": model}
+        if messages is not None:
+            body["messages"] = [dict(row) for row in messages]
+            if chat_template_kwargs is not None:
+                body["chat_template_kwargs"] = dict(chat_template_kwargs)
+        else:
+            body["prompt"] = prompt or ""
+        tokens = self._object("POST", "/tokenize", "/v1/tokenize", json=body).get("tokens")
+        if not isinstance(tokens, list):
+            raise EngineError(f"{self.base_url}/tokenize gave no list of tokens", status=200)
+        return [int(token) for token in tokens]
+
+    def flush_cache(self, timeout_s: float | None = None) -> None:
+        """Empty the prefix cache.
+
+        Args:
+            timeout_s: how long the server may wait for running requests to end; None asks for it at once.
+
+        Raises:
+            EngineError: refused (the server's words), or an answer that doesn't say it was flushed.
+        """
+        params = {} if timeout_s is None else {"timeout": timeout_s}
+        response = self._send("POST", "/flush_cache", params=params, timeout_s=(timeout_s or 0) + 10.0)
+        if response.status_code != 200:
+            raise self._error(response)
+        if "flushed" not in response.text.lower():
+            raise EngineError(f"{self.base_url}/flush_cache answered {response.text[:80]!r}", status=200, kind="busy")
+
+    def generate(
+        self,
+        *,
+        text: str | None = None,
+        input_ids: Sequence[int] | None = None,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        max_new_tokens: int = 16,
+        ignore_eos: bool = True,
+        temperature: float = 0.0,
+        rid: str | None = None,
+        timeout_s: float = 120.0,
+        model: str = "default",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """One completion that is not streamed, with the fixed number of tokens where ``ignore_eos``.
+
+        Messages go to ``/v1/chat/completions``, everything else to ``/generate``, and to ``/v1/completions`` on a
+        server that does not know that.
+
+        Returns:
+            The server's answer, as it came.
+        """
+        if messages is not None:
+            body: dict[str, Any] = {
+                "model": model,
+                "messages": [dict(row) for row in messages],
+                "max_tokens": max_new_tokens,
+                "temperature": temperature,
+                "ignore_eos": ignore_eos,
+            }
+            if rid is not None:
+                body["rid"] = rid
+            if chat_template_kwargs is not None:
+                body["chat_template_kwargs"] = dict(chat_template_kwargs)
+            return self._object("POST", "/v1/chat/completions", json=body, timeout_s=timeout_s)
+        prompt: dict[str, Any] = {"input_ids": list(input_ids)} if input_ids is not None else {"text": text or ""}
+        sampling = {"max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos, "temperature": temperature}
+        native = {**prompt, "sampling_params": sampling, **({"rid": rid} if rid else {})}
+        try:
+            answer = self._object("POST", "/generate", json=native, timeout_s=timeout_s)
+        except EngineError as error:
+            if error.kind != "not-found":
+                raise
+            body = {
+                "model": model,
+                "prompt": list(input_ids) if input_ids is not None else text or "",
+                "max_tokens": max_new_tokens,
+                "temperature": temperature,
+                "ignore_eos": ignore_eos,
+            }
+            return self._object("POST", "/v1/completions", json=body, timeout_s=timeout_s)
+        meta = answer.get("meta_info")
+        reason = meta.get("finish_reason") if isinstance(meta, dict) else None
+        if isinstance(reason, dict) and reason.get("type") == "abort":
+            raise EngineError(
+                f"{self.base_url}/generate aborted the request: {message(200, answer)}",
+                status=200,
+                kind=classify(200, answer),
+            )
+        return answer
+
+    def abort(self, rid: str) -> None:
+        """Give up one request on the server."""
+        self._abort({"rid": rid})
+
+    def abort_all(self) -> None:
+        """Give up every request on the server."""
+        self._abort({"rid": "", "abort_all": True})
+
+    def _abort(self, body: dict[str, Any]) -> None:
+        response = self._send("POST", "/abort_request", json=body)
+        if response.status_code != 200:
+            raise self._error(response)

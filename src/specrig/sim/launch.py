@@ -1,0 +1,185 @@
+"""Start and end of a simulated server: ranks first, then the loop, the listener, the tokenizer."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import select
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from specrig.errors import UsageError
+from specrig.sim.config import Config, build
+from specrig.sim.ranks import Rank, RankError, start, stop
+
+if TYPE_CHECKING:
+    from specrig.sim.api import Server
+    from specrig.sim.http import Connection
+
+
+class _Log:
+    """SGLang-like lines, or JSON lines for machines."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self._json = as_json
+
+    def __call__(self, event: str, text: str, **fields: Any) -> None:
+        if self._json:
+            line = json.dumps({"event": event, "at": time.time(), "text": text, **fields})
+        else:
+            line = f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {text}"
+        with contextlib.suppress(BrokenPipeError):
+            print(line, flush=True)
+
+
+def launch(args: argparse.Namespace) -> int:
+    """Run a server until it is told to stop.
+
+    Returns:
+        0 after SIGTERM or SIGINT, 1 where a rank failed or died.
+
+    Raises:
+        UsageError: flags that do not work, or a port that is taken.
+    """
+    begun = time.monotonic()
+    config = build(args)
+    log = _Log(as_json=config.json_log)
+    log("start", f"specrig sim (simulated, not a GPU): {config.command}", simulated=True)
+    fault = config.faults.get("wrong-gpus")
+    try:
+        ranks = start(config.tp_size, config.gpu_ids, int(fault.number) if fault is not None else 0)
+    except RankError as error:
+        log("failed", f"Scheduler hit an exception: {error}")
+        print(f"specrig sim: Scheduler hit an exception: {error}", file=sys.stderr)
+        return 1
+    try:
+        return _serve(config, ranks, log, begun)
+    finally:
+        stop(ranks)
+
+
+def _serve(config: Config, ranks: list[Rank], log: _Log, begun: float) -> int:
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_main(config, ranks, log, begun))
+
+
+async def _main(config: Config, ranks: list[Rank], log: _Log, begun: float) -> int:
+    from specrig.sim.api import Server
+    from specrig.sim.http import Connection
+
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[tuple[int, str]] = loop.create_future()
+
+    def end(code: int, why: str) -> None:
+        if not ended.done():
+            ended.set_result((code, why))
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end, 0, f"{signal.Signals(number).name}: stopping")
+    watched = [_watch(loop, rank, end) for rank in ranks]
+    server = Server(config, ranks, begun)
+    connections: set[Connection] = set()
+    try:
+        listener = await loop.create_server(
+            lambda: Connection(server, time.monotonic, connections),
+            config.host,
+            config.port,
+            backlog=2048,
+            reuse_port=False,
+        )
+    except OSError as error:
+        raise UsageError(
+            f"can't listen on {config.host}:{config.port}: {os.strerror(error.errno or 0)}; "
+            "is another server on this port?"
+        ) from error
+    server.port = listener.sockets[0].getsockname()[1]
+    opening = loop.create_task(_open(server, config, log, end))
+    code, why = await ended
+    server.status = "stopping"
+    log("stop" if code == 0 else "died", why)
+    opening.cancel()
+    listener.close()
+    if server.scheduler is not None:
+        server.scheduler.close()
+    for connection in list(connections):
+        connection.close()
+    for descriptor in watched:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+    await asyncio.sleep(0)
+    return code
+
+
+def _watch(loop: asyncio.AbstractEventLoop, rank: Rank, end: Any) -> int:
+    """Call `end` when the rank dies, unless the whole server was told to stop at that moment."""
+    descriptor = os.pidfd_open(rank.pid)
+
+    def died() -> None:
+        loop.remove_reader(descriptor)
+        loop.call_later(0.15, end, 1, f"{rank.title} (pid {rank.pid}) died; the server goes down with it")
+
+    if select.select([descriptor], [], [], 0)[0]:
+        end(1, f"{rank.title} (pid {rank.pid}) died during start")
+    else:
+        loop.add_reader(descriptor, died)
+    return descriptor
+
+
+async def _open(server: Server, config: Config, log: _Log, end: Any) -> None:
+    """Load the tokenizer and become ready."""
+    from specrig.sim.scheduler import Scheduler
+    from specrig.sim.text import vocabulary
+    from specrig.tokens.tokenizer import load
+
+    loop = asyncio.get_running_loop()
+    try:
+        tokenizer = await asyncio.to_thread(load, str(config.args["tokenizer_path"]))
+        words = await asyncio.to_thread(vocabulary, tokenizer)
+        if tokenizer.has_template:
+            await asyncio.to_thread(tokenizer.chat_ids, [{"role": "user", "content": "warm"}])
+    except Exception as error:
+        end(1, f"the tokenizer in {config.args['tokenizer_path']} can't be loaded: {error}")
+        return
+
+    def kill_rank() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(server.ranks[0].pid, signal.SIGKILL)
+
+    server.tokenizer, server.words = tokenizer, words
+    if config.faults.get("never-ready") is not None:
+        log("loading", "Load weight begin.")
+        return
+    if config.startup_s > 0:
+        log("loading", f"Load weight begin. ({config.startup_s:g} s)")
+        await asyncio.sleep(config.startup_s)
+    server.scheduler = Scheduler(config, words, loop, kill_rank)
+    server.startup_s = time.monotonic() - server.launched
+    server.status = "ready"
+    dies = config.faults.get("rank-dies")
+    if dies is not None:
+        loop.call_later(dies.number, kill_rank)
+    exact = server.scheduler.times.decode_exact([1024]) * config.time_scale
+    if exact < config.min_step_s:
+        log(
+            "held",
+            f"a step of this profile is {exact * 1000:.2f} ms of wall time at this time scale: steps are held at "
+            f"{config.min_step_s * 1000:g} ms, so speeds of methods are not to scale; raise --sim-time-scale",
+        )
+    log(
+        "ready",
+        f"The server is fired up and ready to roll! http://{config.host}:{server.port} "
+        f"({config.method.label}, tp {config.tp_size}, {server.startup_s:.2f} s)",
+        port=server.port,
+        pid=os.getpid(),
+        simulated=True,
+        sim_time_scale=config.time_scale,
+        ranks=[{"title": rank.title, "pid": rank.pid, "node": rank.node} for rank in server.ranks],
+        seconds=round(server.startup_s, 3),
+    )
