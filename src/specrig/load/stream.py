@@ -19,6 +19,7 @@ import ssl
 import time
 import urllib.parse
 from dataclasses import dataclass
+from typing import cast
 
 import httptools
 
@@ -181,8 +182,7 @@ class _Connection(asyncio.Protocol):
     # -- transport ----------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's own class is no subclass of it
         self.client._connections.add(self)
 
     def data_received(self, data: bytes) -> None:

@@ -17,7 +17,7 @@ from specrig.errors import GateError, SpecrigError, UsageError
 from specrig.load.stream import Timeouts
 from specrig.model.cell import Cell, expand, select
 from specrig.model.record import CellRow, Request
-from specrig.model.sweep import Sweep, load_sweep
+from specrig.model.sweep import load_sweep
 from specrig.runs.folder import RunFolder, is_run_folder
 from specrig.runs.measure import Job, Progress, cells_of, describe, finish, run_job
 from specrig.tokens import tokenizer as tokenizers
@@ -44,7 +44,7 @@ def load_command(args: argparse.Namespace) -> int:
     tokenizer = tokenizers.load(args.tokenizer)
     folder = Path(args.out)
     control = EngineClient(args.url, api_key)
-    info, limits = _ask(control, args.url)
+    info, limits = _ask(control)
     if is_run_folder(folder):
         opened = RunFolder.open(folder)
         cells = cells_of(opened)
@@ -57,7 +57,7 @@ def load_command(args: argparse.Namespace) -> int:
             raise UsageError(f"{folder}: no run there to resume; leave --resume out to start one")
         if args.profile is not None:
             raise UsageError(
-                f"{folder}: --profile {args.profile} needs a run that was planned with profiles; specrig bench makes one"
+                f"{folder}: --profile {args.profile} needs a run planned with profiles; specrig bench makes one"
             )
         if sweep.profiles is not None:
             raise UsageError(
@@ -126,7 +126,7 @@ def _abort(run: RunFolder, why: str) -> None:
         return
 
 
-def _ask(control: EngineClient, url: str) -> tuple[dict[str, Any] | None, Limits | None]:
+def _ask(control: EngineClient) -> tuple[dict[str, Any] | None, Limits | None]:
     """The server's own report and limits; (None, None) where it is no SGLang but answers.
 
     Raises:
@@ -241,8 +241,10 @@ class _Show:
             states[row.state] = states.get(row.state, 0) + 1
         engine = run.manifest.get("engine") or {}
         if self._json:
-            end = {"event": "end", "run": run.name, "folder": str(run.path), "label": label, "cells": states}
-            end |= {"simulated": engine.get("hardware") == "simulated", "time_scale": engine.get("time_scale")}
+            end: dict[str, Any] = {"event": "end", "run": run.name, "folder": str(run.path), "label": label}
+            end["cells"] = states
+            end["simulated"] = engine.get("hardware") == "simulated"
+            end["time_scale"] = engine.get("time_scale")
             sys.stdout.buffer.write(msgspec.json.encode(end) + b"\n")
             sys.stdout.flush()
             return
