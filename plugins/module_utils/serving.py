@@ -173,18 +173,17 @@ OOMPolicy=stop
 UMask=0027
 
 # Hardening as far as a GPU engine allows. Left out, each for a reason: PrivateDevices and ProtectClock imply
-# DeviceAllow and take the GPU away; MemoryDenyWriteExecute breaks run-time compilation; ProtectProc and ProcSubset
-# mount a new /proc and hide what is bind-mounted over it; RemoveIPC would delete the other servers' shared memory.
+# DeviceAllow and take the GPU away; MemoryDenyWriteExecute breaks run-time compilation; ProtectProc, ProcSubset,
+# ProtectKernelTunables and ProtectControlGroups mount a new /proc or /sys in a container and hide what is mounted over
+# it there (lxcfs's memory and CPU figures); RemoveIPC would delete the other servers' shared memory.
 NoNewPrivileges=yes
 CapabilityBoundingSet=
 AmbientCapabilities=
 ProtectSystem=strict
 ProtectHome=yes
 PrivateTmp=yes
-ProtectKernelTunables=yes
 ProtectKernelModules=yes
 ProtectKernelLogs=yes
-ProtectControlGroups=yes
 ProtectHostname=yes
 RestrictSUIDSGID=yes
 RestrictRealtime=yes

@@ -197,6 +197,16 @@ def check_owner(target, state):
         )
 
 
+def check_started(url, api_key):
+    """A server that says itself that it is loading is not asked for a completion; older versions have no /ready."""
+    for path in ("/ready", "/health"):
+        status, _body = call(url + path, api_key, timeout=30.0)
+        if status == 503:
+            raise NotYet("{0} answers 503, it is loading".format(path))
+        if status not in (404, 405):
+            return
+
+
 def check_model(target, url, api_key):
     status, body = call(url + "/v1/models", api_key)
     if status in (401, 403):
@@ -257,6 +267,7 @@ def poll(target, params, row):
                 check_alive(target, state, restarts)
                 restarts = state.get("NRestarts") if restarts is None else restarts
             check_owner(target, state)
+            check_started(url, params["api_key"])
             check_model(target, url, params["api_key"])
             row["tokens_per_s"] = complete(url, params["api_key"], params["tokens"])
             row["ready"] = True

@@ -152,8 +152,10 @@ def test_the_template_keeps_the_gpu_and_the_other_servers():
     assert found["EnvironmentFile"] == ["/etc/specrig/profiles/%i.env"]
     assert found["LimitMEMLOCK"] == ["infinity"]
     # Each of these takes the GPU, run-time compilation or another profile's shared memory away.
-    for harmful in ("PrivateDevices", "ProtectClock", "MemoryDenyWriteExecute", "ProtectProc", "RemoveIPC"):
-        assert harmful not in found
+    harmful = {"PrivateDevices", "ProtectClock", "MemoryDenyWriteExecute", "RemoveIPC", "DeviceAllow", "DevicePolicy"}
+    assert not harmful & set(found)
+    # Each of these was seen to hide /proc/driver/nvidia in a nested container.
+    assert not {"ProtectProc", "ProcSubset", "ProtectKernelTunables", "ProtectControlGroups"} & set(found)
     # No ExecStart: an instance that no profile describes can't start.
     assert "ExecStart" not in found
     parsed = configparser.ConfigParser(strict=False, interpolation=None)
