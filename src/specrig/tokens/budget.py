@@ -178,12 +178,12 @@ def _load_problems(p: int, n: int, limits: Limits, load: int, h: int) -> list[st
             pages = f", in pages of {limits.page_size:,}" if limits.page_size > 1 else ""
             room = f" + {h:,} headroom" if h else ""
             problems.append(
-                f"{load:,} at once x (prompt {p:,} + {n:,} to generate{drafts}{room}{pages}) = {load * paged:,} is over "
-                f"the KV capacity of {limits.kv_tokens:,} tokens: at most {limits.kv_tokens // paged:,} at once"
+                f"{load:,} at once x (prompt {p:,} + {n:,} to generate{drafts}{room}{pages}) = {load * paged:,} is over"
+                f" the KV capacity of {limits.kv_tokens:,} tokens: at most {limits.kv_tokens // paged:,} at once"
             )
     if limits.max_running is not None and load > limits.max_running:
         problems.append(
-            f"{load:,} at once is over the {limits.max_running:,} requests the server runs at once: the rest would queue"
+            f"{load:,} at once is over the {limits.max_running:,} requests the server runs at once; the rest waits"
         )
     return problems
 

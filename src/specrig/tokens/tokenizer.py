@@ -315,7 +315,7 @@ def _transformers(folder: Path) -> tuple[_Slow, bytes]:
         from transformers import AutoTokenizer
     except ImportError:
         raise UsageError(
-            f"--tokenizer {folder}: has no tokenizer.json, which only transformers reads: pip install specrig[tokenizer]"
+            f"--tokenizer {folder}: has no tokenizer.json; its kind needs transformers: pip install specrig[tokenizer]"
         ) from None
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
