@@ -24,7 +24,7 @@ def timed(command: list[str], repeat: int) -> list[float]:
     seconds = []
     for round_number in range(repeat + 1):
         started = time.perf_counter()
-        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise SystemExit(f"bench: {' '.join(command)} ended with {done.returncode}: {done.stderr.strip()[-400:]}")
         if round_number:
@@ -58,7 +58,7 @@ def one_request(rows: list[dict[str, object]], repeat: int) -> None:
         sweep = Path(scratch) / "one.yml"
         sweep.write_text(
             "name: one\nmodel: Qwen3.6-27B\napi: sglang\nbaseline: autoregressive\nlaunches: 1\n"
-            "workloads: [{name: one, prompts: questions, prompt_tokens: 256, output_tokens: 4, concurrency: 1, requests: 1}]\n"
+            "workloads:\n  - {name: one, prompts: questions, prompt_tokens: 256, output_tokens: 4, requests: 1}\n"
         )
         with running_sim(model_path=tokenizer) as sim:
             seconds = []

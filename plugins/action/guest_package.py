@@ -17,7 +17,7 @@ class ActionModule(ActionBase):
     """Builds the wheel on the controller, sends it with its lock, and lets the module guest_venv install both."""
 
     TRANSFERS_FILES = True
-    _VALID_ARGS = frozenset(("path", "installed", "python"))
+    _VALID_ARGS = frozenset(("path", "installed", "python", "lock"))
 
     def run(self, tmp=None, task_vars=None):
         """Returns ``record``, what the guest has afterwards."""
@@ -27,9 +27,10 @@ class ActionModule(ActionBase):
                 "path": {"type": "path", "required": True},
                 "installed": {"type": "dict"},
                 "python": {"type": "path", "default": "/usr/bin/python3"},
+                "lock": {"type": "str", "choices": ["guest", "host"], "default": "guest"},
             }
         )
-        wanted = package.record()
+        wanted = package.record(args["lock"])
         if args["installed"] == wanted:
             result.update(changed=False, record=wanted)
             return result
@@ -52,7 +53,7 @@ class ActionModule(ActionBase):
                 raise AnsibleActionFail("the wheel of specrig can't be built: {0}".format(error)) from error
             remote = self._make_tmp_path()
             sent = {}
-            for name, path in (("wheel", wheel), ("lock", package.lock_path())):
+            for name, path in (("wheel", wheel), ("lock", package.lock_path(args["lock"]))):
                 sent[name] = self._connection._shell.join_path(remote, Path(path).name)
                 self._transfer_file(str(path), sent[name])
             self._fixup_perms2((remote, *sent.values()))

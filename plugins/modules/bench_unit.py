@@ -58,7 +58,7 @@ EXAMPLES = r"""
     run: "{{ decode_bench_run }}"
     launch: 3
     folder: /var/lib/specrig/runs/nightly-1
-    argv: [/opt/specrig/venv/bin/specrig, load, sweep.yml, --url, "http://127.0.0.1:31001", --out, /var/lib/specrig/runs/nightly-1]
+    argv: [/opt/specrig/venv/bin/specrig, load, sweep.yml, --url, "http://127.0.0.1:31001", --out, nightly-1]
 """
 
 RETURN = r"""
@@ -85,17 +85,11 @@ stopped:
 
 import json
 import os
-import re
 import time
 
 from ansible.module_utils.basic import AnsibleModule
 
-PREFIX = "specrig-bench-"
-
-
-def unit_stem(run):
-    """A run id as part of a unit's name: only characters that need no escaping."""
-    return PREFIX + re.sub(r"[^A-Za-z0-9_.]", "_", run)
+from ..module_utils import benchmark
 
 
 def properties(module, unit, names):
@@ -197,7 +191,7 @@ def run_to_end(module):
     for name in ("launch", "argv"):
         if parameters[name] in (None, []):
             module.fail_json(msg="{0} is needed with state=finished".format(name))
-    unit = "{0}-{1}.service".format(unit_stem(parameters["run"]), parameters["launch"])
+    unit = benchmark.unit_name(parameters["run"], parameters["launch"])
     if module.check_mode:
         module.exit_json(changed=True, exit_status=None, cells=[], log=[], unit=unit)
     os.makedirs("/run/specrig", exist_ok=True)
@@ -231,10 +225,10 @@ def run_to_end(module):
 
 
 def stop_all(module):
-    found = units_of(module, unit_stem(module.params["run"]))
+    found = units_of(module, benchmark.unit_stem(module.params["run"]))
     active = [unit for unit in found if running(module, unit)]
     if active and not module.check_mode:
-        module.run_command(["systemctl", "stop"] + active)
+        module.run_command(["systemctl", "stop", *active])
         still = [unit for unit in active if not wait_for_end(module, unit, 90)]
         if still:
             module.fail_json(msg="{0} did not stop in 90 s; look at it in the guest".format(", ".join(still)))

@@ -22,6 +22,11 @@ options:
     description: The interpreter to make the environment with.
     type: path
     default: /usr/bin/python3
+  lock:
+    description: Which lock is installed, a guest's or that of a host that is its own controller.
+    type: str
+    choices: [guest, host]
+    default: guest
 author: specrig developers (@specrig)
 attributes:
   check_mode:

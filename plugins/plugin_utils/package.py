@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ansible.errors import AnsibleError
 
-LOCK = "requirements-guest.lock"
+LOCKS = {"guest": "requirements-guest.lock", "host": "requirements-host.lock"}
 
 
 def _module(name):
@@ -45,18 +45,18 @@ def package_hash(root):
     return digest.hexdigest()
 
 
-def lock_path():
-    """The guest's lock file on the controller."""
-    return Path(_module("specrig.ops.bundle").lock_file(LOCK))
+def lock_path(kind="guest"):
+    """The lock file on the controller: of a guest, or of a host that is its own controller."""
+    return Path(_module("specrig.ops.bundle").lock_file(LOCKS[kind]))
 
 
-def record():
-    """What a guest's virtual environment should say of itself: version, package and lock hashes."""
+def record(kind="guest"):
+    """What a virtual environment should say of itself: version, package and lock hashes."""
     package = _module("specrig")
     return {
         "version": package.__version__,
         "package": package_hash(Path(package.__file__).resolve().parent),
-        "lock": hashlib.sha256(lock_path().read_bytes()).hexdigest(),
+        "lock": hashlib.sha256(lock_path(kind).read_bytes()).hexdigest(),
     }
 
 

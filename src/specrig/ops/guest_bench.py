@@ -7,6 +7,7 @@ output. The guest has the model's tokenizer, so the plan is made there; the laun
 
 from __future__ import annotations
 
+import datetime
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,11 +16,13 @@ from typing import Any
 import msgspec
 
 from specrig.errors import SpecrigError, UsageError
-from specrig.model.cell import expand, select
+from specrig.model.cell import Cell, expand, select
 from specrig.model.profile import Profile, parse_profiles
+from specrig.model.schedule import Launch
 from specrig.model.schedule import launches as schedule
 from specrig.model.sweep import load_sweep
 from specrig.runs.folder import RunFolder, is_run_folder
+from specrig.tokens.budget import Limits
 
 _PROFILE_FIELDS = ("model", "tp", "method", "budget", "context_length", "gpus", "port", "serve", "numa")
 
@@ -28,72 +31,139 @@ def plan_run(request: Mapping[str, Any]) -> dict[str, Any]:
     """Plan a sweep, and make the run folder or find what is left of one that is there.
 
     Args:
-        request: ``sweep`` (its text), ``sweep_name`` (for errors), ``profiles`` (the inventory's mapping), ``models``
-            (folder with the models), ``reserved`` (reserved draft tokens and block size by profile), ``only`` (globs),
-            ``folder`` (the run folder; null for a plan alone), ``manifest`` (more of the manifest).
+        request: ``sweep`` (its path), ``profiles`` (the inventory's mapping), ``dialects`` (the inventory's additions to
+            the method table), ``models`` (folder with the models), ``only`` (globs), ``runs`` (folder of the runs),
+            ``run`` (id of the run to go on with, or empty), ``create`` (make or reopen the run folder), ``manifest``
+            (more of the manifest).
 
     Returns:
-        ``run``, ``profiles``, ``launches`` still to do (``{launch, block, profile, cells}``), ``done`` (launches that
-        need nothing more), ``infeasible``, ``cells`` (count), ``expected_ci_width`` and ``estimate_s``.
+        ``run``, ``folder``, ``profiles``, ``launches`` still to do (``{launch, block, profile, cells}``), ``done``
+        (launches that need nothing more), ``infeasible``, ``cells`` (count), ``expected_ci_width`` and ``estimate_s``.
 
     Raises:
         UsageError: the sweep, the profiles or the folder cannot be used.
     """
     from specrig.tokens import tokenizer as tokenizers
-    from specrig.tokens.budget import Limits
     from specrig.tokens.plan import plan
 
-    sweep = load_sweep(_text(request))
+    path = Path(request["sweep"])
+    sweep = load_sweep(path)
     profiles = _profiles(request["profiles"])
-    cells = select(expand(sweep, profiles), request.get("only") or [])
+    run = str(request.get("run") or "") or None
+    only = list(request.get("only") or [])
+    folder = Path(request["runs"]) / run if run else None
+    if folder is not None:
+        only = only or list(RunFolder.open(folder).manifest.get("only") or [])
+    cells = select(expand(sweep, profiles), only)
     wanted = {cell.profile for cell in cells}
     chosen = {name: profile for name, profile in profiles.items() if name in wanted}
-    folder = Path(request["models"]) / sweep.model
-    if not folder.is_dir():
-        raise UsageError(f"{folder}: the model is not there; stage it with specrig recover")
-    tokenizer = tokenizers.load(folder)
-    reserved = request.get("reserved") or {}
-    limits: dict[str | None, Limits] = {
-        name: Limits(
-            context_length=profile.context_length or tokenizer_window(folder),
-            reserved_tokens=int(reserved.get(name, {}).get("reserved_tokens") or 0),
-            block=int(reserved.get(name, {}).get("block_size") or 0),
-            source="the profile's context_length",
-        )
-        for name, profile in chosen.items()
-    }
-    planned = plan(sweep, tokenizer, limits, profiles)
-    kept = {cell.id for cell in cells}
-    infeasible = [item for item in planned.infeasible if item.cell in kept]
-    unfit = {item.cell for item in infeasible}
+    model = Path(request["models"]) / sweep.model
+    if not model.is_dir():
+        raise UsageError(f"{model}: the model is not there; stage it with specrig recover")
+    limits = {name: _limits(profile, model, request.get("dialects") or {}) for name, profile in chosen.items()}
+    planned = plan(sweep, tokenizers.load(model), limits, profiles, source=path, cells=cells)
+    unfit = {item.cell for item in planned.infeasible}
     runnable = [cell for cell in cells if cell.id not in unfit]
-    todo = schedule(sweep, runnable)
+    whole = schedule(sweep, runnable)
     done: set[tuple[str, int]] = set()
-    if request.get("folder"):
-        done = _folder(request, msgspec.to_builtins(sweep), cells, infeasible, planned.corpora)
-    left = [
-        {
-            "launch": launch.index,
-            "block": launch.block,
-            "profile": launch.profile,
-            "cells": [cell for cell in launch.cells if (cell, launch.index) not in done],
+    if request.get("create"):
+        folder = folder or _new_folder(Path(request["runs"]), sweep.name)
+        manifest = {
+            "name": sweep.name,
+            "model": sweep.model,
+            "sweep": sweep.as_dict(),
+            "only": only,
+            "cells": [msgspec.to_builtins(cell) for cell in cells],
+            "skipped": [msgspec.to_builtins(item) for item in planned.infeasible],
+            "plan": {"launches": [_launch(launch, done) for launch in whole]},
+            "corpora": planned.corpora,
+            "tokenizer": planned.tokenizer,
+            **(request.get("manifest") or {}),
         }
-        for launch in todo
-    ]
-    widths = [width for cell, width in planned.expected_ci_width.items() if cell in kept and cell not in unfit]
-    share = len(runnable) / max(1, len(planned.cells))
+        done = _open(folder, path, manifest)
+    elif folder is not None:
+        done = RunFolder.open(folder).done_cells()
+    left = [_launch(launch, done) for launch in whole]
+    widths = [width for cell, width in planned.expected_ci_width.items() if cell not in unfit]
+    cells_left = sum(len(row["cells"]) for row in left)
     return {
-        "run": Path(request["folder"]).name if request.get("folder") else None,
+        "run": folder.name if folder else None,
+        "folder": str(folder) if folder else None,
         "name": sweep.name,
         "model": sweep.model,
-        "profiles": sorted(name for name in wanted if name),
+        "profiles": sorted(name for name in {cell.profile for cell in runnable} if name),
         "cells": len(runnable),
         "launches": [row for row in left if row["cells"]],
         "done": sum(1 for row in left if not row["cells"]),
-        "infeasible": [msgspec.to_builtins(item) for item in infeasible],
+        "shapes": _shapes(runnable),
+        "infeasible": [msgspec.to_builtins(item) for item in planned.infeasible],
         "expected_ci_width": {"least": min(widths), "most": max(widths)} if widths else None,
-        "estimate_s": planned.estimate_s * share,
+        "estimate_s": planned.estimate_s * cells_left / max(1, sum(len(launch.cells) for launch in whole)),
     }
+
+
+def _limits(profile: Profile, model: Path, overrides: Mapping[str, Any]) -> Limits:
+    """What the profile's server will take, as far as it is known before it runs."""
+    from specrig.facts import dialects
+
+    method = dialects.resolve(profile.method, profile.budget, dict(overrides))
+    reserved = method["reserved_tokens"]
+    return Limits(
+        context_length=profile.context_length or tokenizer_window(model),
+        reserved_tokens=reserved if reserved is not None else (profile.budget or 0) + 1,
+        block=method["block_size"] or 0,
+        source="the profile",
+    )
+
+
+def _launch(launch: Launch, done: set[tuple[str, int]]) -> dict[str, Any]:
+    return {
+        "launch": launch.index,
+        "block": launch.block,
+        "profile": launch.profile,
+        "cells": [cell for cell in launch.cells if (cell, launch.index) not in done],
+    }
+
+
+def _shapes(cells: list[Cell]) -> dict[str, list[dict[str, int]]]:
+    """The largest request of each profile, for its full-shape smoke test."""
+    largest: dict[str, dict[str, int]] = {}
+    for cell in cells:
+        if cell.profile is None or cell.prompt_tokens is None:
+            continue
+        shape = {"prompt_tokens": cell.prompt_tokens, "max_tokens": cell.output_tokens}
+        if sum(shape.values()) > sum(largest.get(cell.profile, {}).values()):
+            largest[cell.profile] = shape
+    return {cell.profile: [largest[cell.profile]] for cell in cells if cell.profile in largest}
+
+
+def _new_folder(runs: Path, name: str) -> Path:
+    """A name that no run has: the sweep's and the time, UTC, to the second; a letter more where that is taken."""
+    stem = f"{name}-{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}"
+    for suffix in ("", *"bcdefghij"):
+        folder = runs / (stem + suffix)
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise UsageError(f"{runs}: no run folder can be made there: {error.strerror}") from None
+        return folder
+    raise UsageError(f"{runs}/{stem}: ten runs of one second; wait a moment")
+
+
+def _open(folder: Path, sweep: Path, manifest: dict[str, Any]) -> set[tuple[str, int]]:
+    if is_run_folder(folder):
+        with RunFolder.open(folder) as run:
+            run.set_label("running")
+            run.journal({"event": "resume", "outcome": "ok", "message": manifest.get("reason")})
+            return run.done_cells()
+    with RunFolder.create(folder, manifest) as run:
+        run.write_file("sweep.yml", sweep.read_bytes())
+        for item in sorted({cell["prompts"] for cell in manifest["cells"] if cell["prompts"].endswith(".jsonl")}):
+            run.write_file(Path(item).name, (sweep.parent / item).read_bytes())
+        run.journal({"event": "start", "outcome": "ok", "message": manifest.get("reason")})
+    return set()
 
 
 def tokenizer_window(folder: Path) -> int:
@@ -149,10 +219,15 @@ def label_run(request: Mapping[str, Any]) -> dict[str, Any]:
             ``why`` for the run's journal.
     """
     with RunFolder.open(request["folder"]) as run:
+        failed = [item for item in run.manifest.get("launches", []) if item.get("error")]
         label = request.get("label") or ("complete" if not missing(run) else "partial")
         run.set_label(label)
         run.journal({"event": "end", "outcome": label, "message": request.get("why")})
-    return {"label": label, "missing": len(missing(run))}
+    return {
+        "label": label,
+        "missing": len(missing(run)),
+        "failed": [f"launch {item['launch']} of {item.get('profile', '?')}: {item['error']}" for item in failed],
+    }
 
 
 def missing(run: RunFolder) -> list[tuple[str, int]]:
@@ -168,11 +243,6 @@ def missing(run: RunFolder) -> list[tuple[str, int]]:
     return [pair for pair in wanted if pair not in done]
 
 
-def _text(request: Mapping[str, Any]) -> str:
-    text = str(request["sweep"])
-    return text if "\n" in text else text + "\n"
-
-
 def _profiles(mapping: Any) -> dict[str, Profile]:
     if not isinstance(mapping, Mapping):
         return parse_profiles(mapping)
@@ -185,35 +255,6 @@ def _profiles(mapping: Any) -> dict[str, Profile]:
             for name, row in mapping.items()
         }
     )
-
-
-def _folder(
-    request: Mapping[str, Any], sweep: dict[str, Any], cells: list[Any], infeasible: list[Any], corpora: dict[str, str]
-) -> set[tuple[str, int]]:
-    path = Path(request["folder"])
-    if is_run_folder(path):
-        with RunFolder.open(path) as run:
-            run.set_label("running")
-            run.journal({"event": "resume", "outcome": "ok", "message": (request.get("manifest") or {}).get("reason")})
-            return run.done_cells()
-    unfit = {item.cell for item in infeasible}
-    plan_launches = [
-        {"launch": launch.index, "block": launch.block, "profile": launch.profile, "cells": list(launch.cells)}
-        for launch in schedule(load_sweep(_text(request)), [cell for cell in cells if cell.id not in unfit])
-    ]
-    manifest = {
-        "name": sweep["name"],
-        "sweep": sweep,
-        "cells": [msgspec.to_builtins(cell) for cell in cells],
-        "skipped": [{"cell": item.cell, "title": item.title, "reason": item.reason} for item in infeasible],
-        "plan": {"launches": plan_launches},
-        "corpora": corpora,
-        **(request.get("manifest") or {}),
-    }
-    with RunFolder.create(path, manifest) as run:
-        run.write_file("sweep.yml", _text(request).encode())
-        run.journal({"event": "start", "outcome": "ok", "message": manifest.get("reason")})
-    return set()
 
 
 ACTIONS = {"plan": plan_run, "launch": note_launch, "label": label_run}

@@ -7,7 +7,9 @@ import argparse
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options that all three share."""
-    parser.add_argument("-i", "--inventory", metavar="PATH", help="the inventory, or the name of an embedded one (default: lab)")
+    parser.add_argument(
+        "-i", "--inventory", metavar="PATH", help="the inventory, or the name of an embedded one (default: lab)"
+    )
     parser.add_argument("--reason", metavar="TEXT", help="why; kept in the journal")
     parser.add_argument("--check", action="store_true", help="change nothing, say what would be changed")
     parser.add_argument("--diff", action="store_true", help="show differences of files")
