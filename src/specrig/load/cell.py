@@ -150,11 +150,10 @@ async def run_cell(cell: Cell, context: Context) -> CellRow:
             state=state,
             reason=reason,
             title=cell.title,
-            wall_s=round(clock() - begun, 6),
             started_at=started_at,
             simulated=context.simulated,
             time_scale=context.time_scale,
-            **{"method": cell.method, "tp": cell.tp, **more},
+            **{"method": cell.method, "tp": cell.tp, "wall_s": round(clock() - begun, 6), **more},
         )
 
     prompts = _prompts(cell, context)
@@ -622,7 +621,8 @@ def _judge(
         sessions=sessions,
         session_tokens_per_s=session_rate,
         warmup=warmup,
-        client={"lag_p50_ms": lag.p50_ms, "lag_p99_ms": lag.p99_ms, "lag_max_ms": lag.max_ms, "cpu": lag.cpu},
+        client={f"lag_{name}_ms": getattr(lag, f"{name}_ms") for name in ("mean", "p50", "p99", "max")}
+        | {"cpu": lag.cpu},
         **known,
     )
 

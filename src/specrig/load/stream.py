@@ -281,6 +281,7 @@ class Lag:
     """How late the client's own event loop ran, milliseconds; timers tick in whole milliseconds.
 
     Attributes:
+        mean_ms: the mean.
         p50_ms: the median.
         p99_ms: the 99th percentile.
         max_ms: the worst.
@@ -288,6 +289,7 @@ class Lag:
         cpu: processor seconds used per second, of one core.
     """
 
+    mean_ms: float
     p50_ms: float
     p99_ms: float
     max_ms: float
@@ -317,6 +319,7 @@ class _LagMeter:
         late = sorted(self._late) or [0.0]
         wall = max(clock() - self._begun, 1e-9)
         return Lag(
+            mean_ms=round(sum(late) / len(late) * 1e3, 3),
             p50_ms=round(late[len(late) // 2] * 1e3, 3),
             p99_ms=round(late[min(len(late) - 1, int(len(late) * 0.99))] * 1e3, 3),
             max_ms=round(late[-1] * 1e3, 3),
