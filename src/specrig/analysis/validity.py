@@ -183,7 +183,8 @@ def _speculation(info: CellInfo, rows: list[Row]) -> Check:
     if info.method is None or not steps:
         return Check("speculation was on", None)
     off = sum(1 for value in steps if value <= 0)
-    return Check("speculation was on", off == 0, f"{off} requests without a verify step" if off else None)
+    seen, wanted = (f"{off} of {len(steps)} requests without a verify step", "none") if off else (None, None)
+    return Check("speculation was on", off == 0, seen, wanted)
 
 
 def _post_eos(rows: list[Row], limit: float) -> Check:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-LEFT, RIGHT, ROW, HEAD, FOOT, WIDTH = 118, 62, 22, 24, 34, 860
+LEFT, RIGHT, ROW, GAP, FOOT, WIDTH = 350, 70, 22, 10, 34, 960
 TICKS = (0.1, 0.2, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, 50, 100)
 
 
@@ -32,8 +32,8 @@ def forest(rows: Sequence[dict[str, Any]], margin: float, title: str) -> str:
     for row in rows:
         if row["group"] != group:
             group = row["group"]
-            body.append(f'<text class="g" x="0" y="{y + 15:.0f}">{html.escape(group)}</text>')
-            y += HEAD
+            y += GAP if body else 0
+            body.append(f'<text class="g" x="0" y="{y + ROW / 2 + 4:.1f}">{html.escape(group)}</text>')
         mid = y + ROW / 2
         body.append(
             f'<text class="m" x="{LEFT - 12}" y="{mid + 4:.1f}" text-anchor="end">{_short(row["method"])}</text>'

@@ -27,8 +27,8 @@ def markdown(summary: dict[str, Any]) -> str:
         rows = [
             [group["workload"], group["prompt_tokens"], group["load"], row["method"], row["rate"], row["acceptance"]]
             + (
-                ["baseline", *[""] * (len(table["lengths"]) + 1)]
-                if row["is_baseline"]
+                ["baseline" if row["state"] == "valid" else row["state"], *[""] * (len(table["lengths"]) + 1)]
+                if row["is_baseline"] or row["state"] != "valid"
                 else [_cell(item) for item in [*row["lengths"], row["end_to_end"], row["throughput"]]]
             )
             for group in table["groups"]

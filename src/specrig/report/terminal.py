@@ -9,7 +9,7 @@ from specrig.report.view import view
 
 MAX_LISTED = 8
 MARKS = {"faster": "▲", "slower": "▼", "equivalent": "=", "undecided": "?", "none": " "}
-LEGEND = "▲ faster  ▼ slower  = equivalent  ? undecided (margin {margin}, {level} intervals)"
+LEGEND = "▲ faster  ▼ slower  = equivalent  ? undecided (margin {margin}, {level} intervals); no mark: under 3 launches"
 
 
 def screen(summary: dict[str, Any]) -> str:
@@ -41,8 +41,11 @@ def screen(summary: dict[str, Any]) -> str:
             for row in group["rows"]:
                 cells = [*row["lengths"], row["end_to_end"], *([row["throughput"]] if table["has_throughput"] else [])]
                 blank = row["is_baseline"]
+                if row["state"] != "valid":
+                    rows.append([f"  {row['method']}: {row['state']}"])
+                    continue
                 rows.append([f"  {row['method']}", row["rate"], *("" if blank else _cell(item) for item in cells)])
-        out += _columns(head, rows)
+        out += columns(head, rows)
     if any(table["has_speedups"] and not table["single_launch"] for table in shown["tables"]):
         out += ["", LEGEND.format(margin=shown["margin"], level=shown["level"])]
     for table in shown["best"]:
@@ -55,7 +58,7 @@ def screen(summary: dict[str, Any]) -> str:
             ]
             for row in table["rows"]
         ]
-        out += _columns(head, rows)
+        out += columns(head, rows)
     if shown["agentic"]:
         out += ["", "agentic sessions: output tokens over wall time without tool time"]
         rows = [
@@ -67,7 +70,7 @@ def screen(summary: dict[str, Any]) -> str:
             ]
             for row in shown["agentic"]
         ]
-        out += _columns(["", "", "", ""], rows)
+        out += columns(["", "", "", ""], rows)
     for name, title in (("invalid", "invalid"), ("skipped", "skipped")):
         items = shown[name]
         if items:
@@ -87,8 +90,8 @@ def _more(items: Sequence[Any]) -> list[str]:
     return [f"  and {len(items) - MAX_LISTED} more: see report.html"] if len(items) > MAX_LISTED else []
 
 
-def _columns(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Rows in aligned columns, the first to the left; a row of one text spans them all."""
+def columns(head: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
+    """Rows in aligned columns, those of ``left`` to the left; a row of one text spans them all."""
     table = [head, *rows]
     full = [row for row in table if len(row) > 1]
     widths = [max(len(row[i]) for row in full) for i in range(len(head))]
@@ -97,7 +100,7 @@ def _columns(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
         if len(row) == 1:
             out.append(row[0])
             continue
-        cells = [row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in range(1, len(row)))]
+        cells = [row[i].ljust(widths[i]) if i in left else row[i].rjust(widths[i]) for i in range(len(row))]
         line = "  ".join(cells).rstrip()
         if line:
             out.append(line)

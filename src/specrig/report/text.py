@@ -58,7 +58,7 @@ def length(value: float | None) -> str:
 
 def percent(value: float | None, digits: int = 1) -> str:
     """A share in percent."""
-    return UNKNOWN if value is None else f"{100 * value:.{digits}f} %"
+    return UNKNOWN if value is None else f"{100 * value:.{digits}f}\u00a0%"
 
 
 def numbers(values: Any) -> str:

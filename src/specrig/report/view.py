@@ -32,10 +32,10 @@ def view(summary: Row) -> Row:
         "margin": text.percent(summary["margin"], 0),
         "level": text.percent(summary["level"], 0),
         "verdicts": VERDICTS,
-        "tables": [table for table in tables if table["groups"]],
+        "tables": [table for table in tables if table["has_valid"]],
         "best": _best(summary, agentic_workloads),
         "regret": _regret(summary),
-        "agentic": [_agentic(row) for row in summary["agentic"]],
+        "agentic": [_agentic(row) for row in sorted(summary["agentic"], key=_agentic_order)],
         "decomposition": _decomposition(summary, agentic_workloads),
         "cells": [_cell(row) for row in summary["cells"] if row["state"] != "skipped"],
         "invalid": [_invalid(row) for row in summary["cells"] if row["state"] != "skipped" and row["reason"]],
@@ -85,9 +85,7 @@ def _group_key(row: Row) -> tuple[str, int, int, float]:
 def _table(summary: Row, tp: int, agentic: set[str]) -> Row:
     """One tp: rows by workload, context and load; a column per answer length, then end-to-end and throughput."""
     cells = [
-        row
-        for row in summary["cells"]
-        if (row["tp"] or 0) == tp and row["valid"] and (row["workload"] or "unknown") not in agentic
+        row for row in summary["cells"] if (row["tp"] or 0) == tp and (row["workload"] or "unknown") not in agentic
     ]
     found = [
         row
@@ -110,10 +108,13 @@ def _table(summary: Row, tp: int, agentic: set[str]) -> Row:
                 "rows": {},
             },
         )
+        if not row["valid"] and row["method"] in group["rows"]:
+            continue
         decode_rate = row["decode_tokens_per_s"]
         # of several output lengths the longest one's rate is shown
         group["rows"][row["method"]] = {
             "method": row["method"],
+            "state": row["state"],
             "is_baseline": str(row["method"]).split("@")[0] == summary["baseline"],
             "rate": text.rate(decode_rate["mean"] if decode_rate else None),
             "ttft": text.milliseconds(row["ttft_s"]["mean"] if row["ttft_s"] else None),
@@ -133,6 +134,7 @@ def _table(summary: Row, tp: int, agentic: set[str]) -> Row:
         "lengths": [text.count(n) if n else text.UNKNOWN for n in lengths],
         "groups": list(groups.values()),
         "has_speedups": bool(found),
+        "has_valid": any(r["state"] == "valid" for r in rows),
         "has_throughput": any(r["throughput"] for r in rows),
         "has_acceptance": any(r["acceptance"] != text.UNKNOWN for r in rows),
         "single_launch": bool(found) and all(row["launches"] < 2 for row in found),
@@ -167,9 +169,10 @@ def _forest(groups: Any, lengths: list[int]) -> list[Row]:
     return out if lengths else []
 
 
-def _natural(name: str) -> tuple[str, int]:
-    head, _, tail = name.rpartition("-b")
-    return (head, int(tail)) if head and tail.isdigit() else (name, 0)
+def _natural(name: str) -> tuple[bool, str, int]:
+    """Chains before trees, trees by budget."""
+    head, _, tail = name.split("@")[0].rpartition("-b")
+    return (True, head, int(tail)) if head and tail.isdigit() else (False, name, 0)
 
 
 def _headline(summary: Row, agentic: set[str]) -> list[str]:
@@ -298,6 +301,10 @@ def _regret(summary: Row) -> list[Row]:
     ]
 
 
+def _agentic_order(row: Row) -> tuple[Any, ...]:
+    return (row["tp"], row["workload"], row["concurrency"], row["speedup"] is not None, _natural(row["method"]))
+
+
 def _agentic(row: Row) -> Row:
     return {
         "tp": row["tp"] or text.UNKNOWN,
@@ -317,7 +324,7 @@ def _agentic(row: Row) -> Row:
 def _decomposition(summary: Row, agentic: set[str]) -> list[Row]:
     """Where a speed-up comes from, at each cell's full length."""
     out = []
-    for row in summary["speedups"]:
+    for row in sorted(summary["speedups"], key=lambda r: (r["tp"], _group_key(r), r["length"], _natural(r["method"]))):
         parts = row["decomposition"]
         full = row["length"] == row["output_tokens"]
         if row["metric"] != "decode" or not parts or not full or row["workload"] in agentic:

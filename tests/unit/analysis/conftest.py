@@ -227,7 +227,10 @@ def fill(
         for p in contexts
         for c in concurrency
     }
-    taste = {(m, i): rng.gauss(0, prompt_sd) if m != "autoregressive" else 0.0 for m in methods for i in range(prompts)}
+    still = random.Random(0)
+    taste = {
+        (m, i): still.gauss(0, prompt_sd) if m != "autoregressive" else 0.0 for m in methods for i in range(prompts)
+    }
     for block in range(launches):
         for tp in tps:
             for method in methods:
