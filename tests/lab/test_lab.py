@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from specrig.ops.lab import lifecycle, network, state
+from specrig.ops.lab.model import DEFAULT_SIZE_MB
 
 if TYPE_CHECKING:
     from conftest import Lab
@@ -51,6 +52,13 @@ def uvm_major(lab: Lab) -> int:
     found = re.findall(r"^ *(\d+) nvidia-uvm$", lab.host("cat /proc/devices", check=True).stdout, re.MULTILINE)
     assert len(found) == 1
     return int(found[0])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _bare_again(lab: Lab) -> Iterator[None]:
+    """Leave the lab bare to the modules that come after this one."""
+    yield
+    lab.bare()
 
 
 @pytest.fixture
@@ -244,6 +252,25 @@ def test_two_labs_stand_side_by_side(lab: Lab, second_name: str) -> None:
     assert lifecycle.leftovers(second_name) == []
     assert lab.guest("true").returncode == 0
     assert Path("/proc/sys/net/ipv4/ip_forward").read_text() == "1\n"
+
+
+def test_a_machine_with_pure_cgroup_v2_will_do(lab: Lab, second_name: str) -> None:
+    """From a namespace that looks like a pure v2 machine, where the lab finds its view ready made."""
+    view = "umount -R /sys/fs/cgroup && mount -t cgroup2 cgroup2 /sys/fs/cgroup && exec"
+    pure = ["unshare", "--mount", "--propagation", "private", "sh", "-c", f'{view} "$@"', "sh"]
+    done = lab.run(*pure, "specrig", "lab", "up", "--name", second_name)
+    assert done.returncode == 0, done.stderr
+    assert lifecycle.in_guest(lifecycle.existing(second_name), "systemctl is-system-running").stdout == "running\n"
+    assert lab.run(*pure, "specrig", "lab", "down", "--name", second_name).returncode == 0
+    assert lifecycle.leftovers(second_name) == []
+
+
+def test_where_overlays_do_not_work_the_lab_is_a_copy(second_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifecycle.containers, "overlay_works", lambda _scratch: False)
+    made = lifecycle.up(second_name, DEFAULT_SIZE_MB, lambda _line: None)
+    assert not made.layered
+    assert lifecycle.on_host(made, "test -f /srv/models/Qwen3.6-27B/MANIFEST.sha256").returncode == 0
+    assert lifecycle.in_guest(made, "test ! -e /srv/models && systemctl is-system-running").stdout == "running\n"
 
 
 @pytest.mark.parametrize("after_s", [0.05, 0.15, 0.25, 0.35, 0.5])

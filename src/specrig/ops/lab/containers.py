@@ -59,6 +59,7 @@ lxc.net.0.flags = up
 lxc.net.0.name = eth0
 lxc.net.0.ipv4.address = {network.GUEST_ADDRESS}/24
 lxc.net.0.ipv4.gateway = {network.GUEST_GATEWAY}
+lxc.net.0.mtu = {network.mtu()}
 {_MOUNTS_OF_THE_LAB}"""
 
 
@@ -86,6 +87,7 @@ lxc.net.0.name = eth0
 lxc.net.0.hwaddr = {mac}
 lxc.net.0.ipv4.address = {state.address}/24
 lxc.net.0.ipv4.gateway = {state.gateway}
+lxc.net.0.mtu = {network.mtu()}
 """
 
 

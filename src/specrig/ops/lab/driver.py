@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from importlib import resources
 from typing import Literal
 
@@ -33,7 +34,7 @@ def _user_space(tree: Tree) -> None:
     tree.write("/usr/bin/nvidia-smi", _file("smi.py"), 0o755)
     version = box()["driver_version"]
     for library in ("libcuda", "libnvidia-ml"):
-        tree.write(f"/usr/lib/x86_64-linux-gnu/{library}.so.{version}", "")
+        tree.write(f"/usr/lib/{os.uname().machine}-linux-gnu/{library}.so.{version}", "")
 
 
 def into_guest(tree: Tree) -> None:

@@ -149,6 +149,22 @@ def wait_ready(state: LabState, timeout_s: float = READY_TIMEOUT_S) -> None:
         raise SpecrigError(f"lab {state.name}: its host refuses SSH at {state.address}: {reason}")
 
 
+def _require_enforced(state: LabState) -> None:
+    """Check that the guest is refused a device that no rule allows: some kernels take rules and ignore them."""
+    probe = (
+        "import errno, os, stat; os.mknod('/dev/.lab-probe', 0o600 | stat.S_IFCHR, os.makedev(195, 255))\n"
+        "try: os.open('/dev/.lab-probe', os.O_RDWR)\n"
+        "except OSError as error: print(errno.errorcode[error.errno])\n"
+        "finally: os.unlink('/dev/.lab-probe')\n"
+    )
+    seen = in_guest(state, shlex.join(["python3", "-c", probe])).stdout.strip()
+    if seen != "EPERM":
+        raise UsageError(
+            f"a device that the guest's rules deny gave {seen or 'no error'} on open, expected EPERM: "
+            "this kernel does not enforce cgroup v2 device rules (CONFIG_CGROUP_BPF); use another machine"
+        )
+
+
 def _furnish(state: LabState) -> None:
     """Write what the two bare containers have beyond the packages: keys, names, network, the simulated driver."""
     lower = Path(state.rootfs)
@@ -283,6 +299,7 @@ def up(name: str, size_mb: int, say: Say) -> LabState:
         state = _build(name, size_mb, say)
         containers.start(state)
         wait_ready(state)
+        _require_enforced(state)
         state = msgspec.structs.replace(state, phase="up")
         states.save(state)
         return state
@@ -423,7 +440,8 @@ def status(name: str) -> Status:
             ssh=None,
             problem="a run was interrupted: specrig lab down" if there else problem,
         )
-    alive = os.geteuid() == 0 and containers.running(state.lxc_path, state.container)
+    root = os.geteuid() == 0
+    alive = root and containers.running(state.lxc_path, state.container)
     guest: str | None = None
     major: int | None = None
     if alive:
@@ -436,15 +454,17 @@ def status(name: str) -> Status:
         major = int(lines[1]) if len(lines) > 1 else None
     if state.phase != "up":
         problem = "a run was interrupted: specrig lab up, or down"
+    if state.phase != "up":
+        word = "building"
+    elif not root:
+        word = "unknown"
+    elif alive:
+        word = "up" if guest == "running" else "degraded"
+    else:
+        word = "stopped"
     return Status(
         name=name,
-        state="building"
-        if state.phase != "up"
-        else "up"
-        if alive and guest == "running"
-        else "degraded"
-        if alive
-        else "stopped",
+        state=word,
         address=state.address,
         subnet=state.subnet,
         bridge=state.bridge,

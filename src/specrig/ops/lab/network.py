@@ -64,6 +64,17 @@ def routes() -> list[str]:
     return [row["dst"] for row in json.loads(done.stdout or "[]") if row.get("dst", "default") != "default"]
 
 
+def mtu() -> int:
+    """The largest packet of the way out: what the lab's links must not exceed. 1500 where there is no way out."""
+    done = subprocess.run(["ip", "-j", "-4", "route", "show", "default"], capture_output=True, text=True, check=False)
+    sizes = []
+    for row in json.loads(done.stdout or "[]"):
+        path = Path("/sys/class/net", row.get("dev", ""), "mtu")
+        if path.is_file():
+            sizes.append(int(path.read_text()))
+    return min([1500, *sizes])
+
+
 def _rules(bridge: str, subnet: str) -> list[tuple[str, list[str]]]:
     """(table, rule) of each rule that a lab adds; the comment names the lab's bridge, by which they are found again."""
     comment = ["-m", "comment", "--comment", f"specrig-lab {bridge}"]

@@ -200,6 +200,8 @@ def pip_settings() -> str:
             value = " ".join(url for url in value.split() if url.startswith(("http://", "https://")))
         if value:
             chosen[key] = value
+    if proxy := os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy"):
+        chosen["proxy"] = proxy
     if not chosen.get("cert", "").startswith("/etc/ssl/certs/"):
         chosen["cert"] = BUNDLE
     return "[global]\n" + "".join(f"{key} = {value}\n" for key, value in chosen.items())
@@ -257,9 +259,11 @@ class Tree:
         target.chmod(mode)
 
     def copy(self, source: str) -> None:
-        """Copy this machine's folder at ``source`` to the same place inside."""
+        """Copy this machine's folder at ``source`` over the one inside."""
         if Path(source).is_dir():
-            shutil.copytree(source, self._parents(source), symlinks=True, dirs_exist_ok=True)
+            target = self._parents(source)
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.copytree(source, target, symlinks=True)
 
     def enable(self, unit: str, wanted_by: str = "multi-user.target") -> None:
         """Start a unit at boot."""
