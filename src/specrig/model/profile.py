@@ -63,9 +63,10 @@ def parse_method(label: str) -> tuple[str, int | None]:
     return ALIASES.get(match["method"], match["method"]), int(budget) if budget else None
 
 
-_KEYS = (
-    "model", "tp", "method", "budget", "context_length", "gpus", "port", "serve", "numa", "extra_args",
-)  # fmt: skip
+_ROLE_KEYS = ("draft_model", "env", "start_timeout_s")
+"""Settings of a profile that concern only the role that serves it."""
+
+_KEYS = (*Profile.__struct_fields__[1:], *_ROLE_KEYS)
 
 
 def parse_profiles(mapping: object, path: str = "$.sglang_server_profiles") -> dict[str, Profile]:

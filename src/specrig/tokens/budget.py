@@ -14,8 +14,6 @@ INPUT_MARGIN = 6
 CLIP_MARGIN = 2
 """SGLang silently clips N to min(C, K) less this less P."""
 
-_RESERVING = frozenset({"EAGLE", "EAGLE3", "FROZEN_KV_MTP"})
-
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """What a server can take. None means unknown, and no rule that needs it is applied.
@@ -23,7 +21,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         context_length: C, the effective window in tokens.
         kv_tokens: K, tokens the KV pool holds (`max_total_num_tokens`).
-        reserved_tokens: R, see `reserved_tokens`.
+        reserved_tokens: R, draft tokens held back from the window: a matter of method and engine.
         block: tokens of one draft block, kept free twice per running request.
         max_running: requests the server runs at once, as effective.
         page_size: tokens of one KV page.
@@ -67,22 +65,6 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     outcome: str
     effective_new_tokens: int
     longest_prompt: int
-
-
-def reserved_tokens(
-    algorithm: str | None, *, topk: int = 1, steps: int = 1, draft_tokens: int = 0, budget: int | None = None
-) -> int:
-    """Return R, the tokens an engine keeps free for drafts.
-
-    max(topk * steps, draft tokens) for EAGLE, EAGLE3 and the frozen-KV MTP family; 0 for none, NGRAM, DFLASH and the
-    rest; for DDTREE, where it is not known, the tree's node budget + 1.
-    """
-    name = (algorithm or "NONE").upper().replace("-", "_")
-    if name.startswith("DDTREE"):
-        return (budget if budget is not None else max(draft_tokens - 1, 0)) + 1
-    if name in _RESERVING or name.endswith("_MTP"):
-        return max(topk * steps, draft_tokens)
-    return 0
 
 
 def check(
@@ -140,26 +122,30 @@ def longest_prompt(max_new_tokens: int, limits: Limits, concurrency: int | None 
 
 
 def _problems(p: int, n: int, limits: Limits, h: int) -> tuple[list[str], list[str]]:
-    """Return the lines of the rules a server rejects by, and of the one it clips by."""
+    """Return the lines of the rules a server rejects by, and of the one it clips by.
+
+    A rule that only says again what another line says of the same limit is left out; whether there is any line at all
+    is not changed by that.
+    """
     c, r, room = limits.context_length, limits.reserved_tokens, limits.room
     more = (f" + {r:,} reserved for drafts" if r else "") + (f" + {h:,} headroom" if h else "")
     rejected: list[str] = []
     clipped: list[str] = []
     if p + r + h >= c:
         rejected.append(f"prompt {_sum(p, more, p + r + h)} is not below the context length {c:,}: {_what(h)}rejected")
-    if p + r + n + h > c:
+    elif p + r + n + h > c:
         total = p + r + n + h
         rejected.append(
             f"prompt {_sum(p, f' + {n:,} to generate{more}', total)} is {total - c:,} over the context length {c:,}: "
             f"{_what(h)}rejected"
         )
     extra = f" + {h:,} headroom" if h else ""
-    if p + h > room - INPUT_MARGIN - 1:
+    if p + h > room - INPUT_MARGIN - 1 and (room < c or not rejected):
         rejected.append(
             f"prompt {_sum(p, extra, p + h)} is over the longest input {room - INPUT_MARGIN - 1:,} "
             f"({_room(limits)} - {INPUT_MARGIN + 1}): {_what(h)}rejected"
         )
-    if p + n + h > room - CLIP_MARGIN:
+    if p + n + h > room - CLIP_MARGIN and not rejected:
         left = max(room - CLIP_MARGIN - p - h, 0)
         clipped.append(
             f"prompt {_sum(p, f' + {n:,} to generate{extra}', p + n + h)} is over {room - CLIP_MARGIN:,} "

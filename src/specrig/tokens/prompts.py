@@ -172,8 +172,8 @@ class _Source:
 
     def ends_word(self, at: int) -> bool:
         """Return whether a cut before character `at` leaves a whole word behind it, followed by white space."""
-        last, after = self.read(at - 1, at + 1)
-        return last.isalnum() and after.isspace()
+        around = self.read(at - 1, at + 1)
+        return around[0].isalnum() and around[1].isspace()
 
 
 Wrap = Callable[[str], tuple[Message, ...]]
@@ -383,8 +383,8 @@ class PromptFactory:
         except UsageError:
             least = len(self.tokenizer.chat_ids(wrap(head + tail), self.thinking))
             raise UsageError(
-                f"prompt_tokens: {final} asked for {self.turns} agentic turns, so turn {turn + 1} has {target}, and its "
-                f"messages take {least} before any tool result; expected fewer turns or more tokens"
+                f"prompt_tokens: {final} asked for {self.turns} agentic turns, so turn {turn + 1} has {target}, and "
+                f"its messages take {least} before any tool result; expected fewer turns or more tokens"
             ) from None
         return replace(prompt, session=session, turn=turn)
 
