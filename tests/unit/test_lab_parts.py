@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import itertools
 import ipaddress
+import itertools
 import json
 import subprocess
 import sys
