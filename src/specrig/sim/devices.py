@@ -12,6 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+DEV = "/dev"
+"""Where device nodes are."""
+PROC_GPUS = "/proc/driver/nvidia/gpus"
+"""Where the driver lists its GPUs."""
 _FIELD = re.compile(r"^(?P<key>[A-Za-z ]+?):\s+(?P<value>.*\S)\s*$", re.MULTILINE)
 
 
@@ -42,10 +46,10 @@ def parse_information(text: str, bus_id: str) -> Gpu:
     )
 
 
-def read_gpus(root: Path = Path("/proc/driver/nvidia/gpus")) -> list[Gpu]:
+def read_gpus(root: Path | None = None) -> list[Gpu]:
     """The GPUs in PCI_BUS_ID order; empty where there is no driver."""
     found = []
-    for path in sorted(root.glob("*/information")):
+    for path in sorted((root or Path(PROC_GPUS)).glob("*/information")):
         try:
             found.append(parse_information(path.read_text(), path.parent.name))
         except OSError:
@@ -55,7 +59,7 @@ def read_gpus(root: Path = Path("/proc/driver/nvidia/gpus")) -> list[Gpu]:
 
 def present(gpus: Sequence[Gpu], exists: Callable[[str], bool] = os.path.exists) -> list[Gpu]:
     """Those whose node is there: CUDA inside a container numbers only the GPUs that it was given a node of."""
-    return [gpu for gpu in gpus if gpu.minor is not None and exists(f"/dev/nvidia{gpu.minor}")]
+    return [gpu for gpu in gpus if gpu.minor is not None and exists(f"{DEV}/nvidia{gpu.minor}")]
 
 
 def visible(gpus: Sequence[Gpu], setting: str | None) -> list[Gpu]:
@@ -128,8 +132,8 @@ def open_gpu(gpu_id: int, shift: int = 0) -> tuple[str, int]:
     Raises:
         DeviceError: CUDA would not start.
     """
-    _probe("/dev/nvidiactl", _NONE)
-    _probe("/dev/nvidia-uvm", _UNKNOWN)
+    _probe(f"{DEV}/nvidiactl", _NONE)
+    _probe(f"{DEV}/nvidia-uvm", _UNKNOWN)
     everything = read_gpus()
     gpus = present(everything)
     if not gpus:
@@ -146,6 +150,6 @@ def open_gpu(gpu_id: int, shift: int = 0) -> tuple[str, int]:
     gpu = seen[gpu_id]
     if shift:
         gpu = gpus[(gpus.index(gpu) + shift) % len(gpus)]
-    path = f"/dev/nvidia{gpu.minor}"
+    path = f"{DEV}/nvidia{gpu.minor}"
     _probe(path, _UNKNOWN)
     return path, os.open(path, os.O_PATH | os.O_CLOEXEC)

@@ -86,17 +86,19 @@ class Faults:
     """The faults of one server."""
 
     def __init__(self, faults: Iterable[Fault] = ()) -> None:
-        self._by_name = {fault.name: fault for fault in faults}
+        self._by_name: dict[str, list[Fault]] = {}
+        for fault in faults:
+            self._by_name.setdefault(fault.name, []).append(fault)
 
     def __iter__(self) -> Iterator[Fault]:
-        return iter(self._by_name.values())
+        return (fault for faults in self._by_name.values() for fault in faults)
 
     def get(self, name: str, request: int | None = None) -> Fault | None:
         """The fault of that name, or None where it was not asked for or not for this request (counted from 1)."""
-        fault = self._by_name.get(name)
-        if fault is None or (fault.only is not None and request is not None and fault.only != request):
-            return None
-        return fault
+        for fault in self._by_name.get(name, ()):
+            if fault.only is None or request is None or fault.only == request:
+                return fault
+        return None
 
 
 def parse(texts: Iterable[str]) -> Faults:
