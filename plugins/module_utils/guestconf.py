@@ -256,8 +256,8 @@ def converge(text, style, wanted, owned=()):
     wanted_pairs = []
     for key, value in wanted:
         pair = (key, " ".join(str(value).split()))
-        if "\n" in key or not pair[1] or _pair(_render(pair, style, "\n"), style) != pair:
-            raise ValueError("%s %r is no line of a %s config" % (key, value, style))
+        if "\n" in "%s%s" % (key, value) or not pair[1] or _pair(_render(pair, style, "\n"), style) != pair:
+            raise ValueError("%r %r is no line of a %s config" % (key, value, style))
         if pair not in wanted_pairs:
             wanted_pairs.append(pair)
     owned_pairs = {(key, " ".join(str(value).split())) for key, value in owned}

@@ -22,7 +22,7 @@ def _header(lines):
         flat = " ".join(words)
         first = min((flat.find(column) for column in _COLUMNS if column in flat), default=len(flat))
         names = flat[:first].split()
-        if names and all(re.match(r"^[A-Za-z][\w.:-]*$", name) for name in names):
+        if first < len(flat) and all(re.match(r"^[A-Za-z][\w.:-]*$", name) for name in names):
             return number, names, [column for column in _COLUMNS if column in flat]
     return None
 
