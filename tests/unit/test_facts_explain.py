@@ -86,8 +86,13 @@ def test_expected_answers(name):
 
 
 def test_all_is_well_has_no_problems():
-    for name in ("topo/01_rtxpro6000_8gpu_2numa_ansi_tabs.txt", "pve/08_dev_entries.lines", "numa/02_lscpu_numa_lines_epyc9575f.txt",
-                 "proc/devices_01_full_frontend_gdrcopy.txt", "pve/01_two_snapshots_pve_testsuite.conf"):  # fmt: skip
+    for name in (
+        "topo/01_rtxpro6000_8gpu_2numa_ansi_tabs.txt",
+        "pve/08_dev_entries.lines",
+        "numa/02_lscpu_numa_lines_epyc9575f.txt",
+        "proc/devices_01_full_frontend_gdrcopy.txt",
+        "pve/01_two_snapshots_pve_testsuite.conf",
+    ):
         assert told(name)["problems"] == []
 
 

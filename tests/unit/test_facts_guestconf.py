@@ -98,8 +98,16 @@ def test_line_ends_and_a_missing_last_one():
     assert guestconf.converge("", "pve", [GPU0])[0] == "lxc.cgroup2.devices.allow: c 195:0 rw\n"
 
 
-@pytest.mark.parametrize("name", ["01_two_snapshots_pve_testsuite", "02_lines_landed_in_first_snapshot", "09_marker_block",
-                                  "10_marker_block_after_pve_rewrite_CONSTRUCTED", "a"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "01_two_snapshots_pve_testsuite",
+        "02_lines_landed_in_first_snapshot",
+        "09_marker_block",
+        "10_marker_block_after_pve_rewrite_CONSTRUCTED",
+        "a",
+    ],
+)
 def test_what_proxmox_makes_of_a_file_needs_no_second_change(samples: Path, name: str):
     before = (samples / "pve" / "rewritten" / f"{name}.before").read_text()
     after = (samples / "pve" / "rewritten" / f"{name}.after").read_text()
@@ -158,8 +166,21 @@ def test_style_is_told_by_the_lines():
 RULES = st.sampled_from(
     [GPU0, UVM_508, UVM_511, GPU0_MOUNT, MODEL, (ALLOW, "c 10:200 rwm"), (MOUNT, "/x y none bind 0 0")]
 )
-ODD = st.sampled_from(["", "# comment", "#lxc.cgroup2.devices.allow = c 511:0 rw", "garbage", "\t", "lxc.uts.name = x", "arch: amd64",
-                       "[snap]", "[pve:pending]", "lxc.include = /usr/share/lxc/config/common.conf", "description: a%3Ab"])  # fmt: skip
+ODD = st.sampled_from(
+    [
+        "",
+        "# comment",
+        "#lxc.cgroup2.devices.allow = c 511:0 rw",
+        "garbage",
+        "\t",
+        "lxc.uts.name = x",
+        "arch: amd64",
+        "[snap]",
+        "[pve:pending]",
+        "lxc.include = /usr/share/lxc/config/common.conf",
+        "description: a%3Ab",
+    ]
+)
 ENDS = st.sampled_from(["\n", "\r\n"])
 
 

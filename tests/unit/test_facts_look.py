@@ -40,14 +40,16 @@ def raw(samples: Path) -> dict:
         files[path] = node + "\n"
     for (_, uuid, bus, *_rest), minor in zip(rows, [2, 3, 0, 1, 6, 7, 4, 5], strict=True):
         files[f"/proc/driver/nvidia/gpus/{bus[4:].lower()}/information"] = (
-            f"Model: \t\t NVIDIA RTX PRO 6000\nGPU UUID: \t {uuid}\nBus Location: \t {bus[4:].lower()}\nDevice Minor: \t {minor}\n"
+            f"Model: \t\t NVIDIA RTX PRO 6000\nGPU UUID: \t {uuid}\n"
+            f"Bus Location: \t {bus[4:].lower()}\nDevice Minor: \t {minor}\n"
         )
     apps = "gpu_uuid, pid, process_name, used_gpu_memory [MiB]\n"
     processes = {}
     for place in range(4):
         apps += f"{rows[1 + place][1]}, {9000 + place}, [Not Found], 81234 MiB\n"
         processes[str(9000 + place)] = {
-            "status": f"Name:\tsglang::schedul\nPid:\t{9000 + place}\nNSpid:\t{9000 + place}\t{40 + place}\nCpus_allowed_list:\t0-255\n",
+            "status": f"Name:\tsglang::schedul\nPid:\t{9000 + place}\nNSpid:\t{9000 + place}\t{40 + place}\n"
+            "Cpus_allowed_list:\t0-255\n",
             "cgroup": CGROUP,
             "title": f"sglang::scheduler_TP{place}",
             "visible": "1,2,3,4,5",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -152,7 +151,7 @@ def test_bad_input_is_one_line(run, guest, change, words):
 
 
 def test_an_unreadable_record_is_said(run, guest):
-    os.makedirs(guest["state_dir"])
+    Path(guest["state_dir"]).mkdir(parents=True)
     (Path(guest["state_dir"]) / "gpu.json").write_text("{cut")
     assert "move it away" in run("guest_config", **guest)["msg"]
 

@@ -139,8 +139,13 @@ def test_sick_mig_and_busy_gpus_are_avoided_and_named():
     plan = placement.plan(facts, {"chat": {"tp": 1, "gpus": [4], "serve": True}, "tp4": {"tp": 4}})
     line = plan["refused"]["tp4"]
     assert gpus_of(plan) == {"chat": [4]}
-    for words in ("GPU 0 is unhealthy (GPU requires reset)", "GPU 1 is in MIG mode", "GPU 2 has 30000 MiB in use by no process",
-                  "GPU 3 is used by pid 77 (python) in guest other", "GPU 4 serves chat"):  # fmt: skip
+    for words in (
+        "GPU 0 is unhealthy (GPU requires reset)",
+        "GPU 1 is in MIG mode",
+        "GPU 2 has 30000 MiB in use by no process",
+        "GPU 3 is used by pid 77 (python) in guest other",
+        "GPU 4 serves chat",
+    ):
         assert words in line
     assert gpus_of(placement.plan(facts, {"tp3": {"tp": 3}, "chat": {"tp": 1}}))["tp3"] == [4, 5, 6]
 
