@@ -151,7 +151,7 @@ def crossed_interval(
     centre = math.fsum(launches) / len(launches)
     if total == 0:
         return centre, centre
-    df = total**2 / sum(v**2 / d for v, d in parts if v > 0)
+    df = 1 / sum((v / total) ** 2 / d for v, d in parts)
     half = t_quantile(level, df) * math.sqrt(total)
     return centre - half, centre + half
 
@@ -164,7 +164,7 @@ def welch_interval(a: Sequence[float], b: Sequence[float], level: float = DEFAUL
     centre = math.fsum(a) / len(a) - math.fsum(b) / len(b)
     if va + vb == 0:
         return centre, centre
-    df = (va + vb) ** 2 / (va**2 / (len(a) - 1) + vb**2 / (len(b) - 1))
+    df = 1 / ((va / (va + vb)) ** 2 / (len(a) - 1) + (vb / (va + vb)) ** 2 / (len(b) - 1))
     half = t_quantile(level, df) * math.sqrt(va + vb)
     return centre - half, centre + half
 
@@ -225,7 +225,7 @@ def estimate(
     boot_low, boot_high = _exp(boot) if boot else (None, None)
     wide_low, wide_high = _exp(wide) if wide else (None, None)
     return Estimate(
-        geometric_mean=math.exp(math.fsum(means) / launches),
+        geometric_mean=_safe_exp(math.fsum(means) / launches),
         low=low,
         high=high,
         low_90=low_90,

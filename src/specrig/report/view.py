@@ -20,6 +20,8 @@ def view(summary: Row) -> Row:
     """Everything that the pages show, as text and numbers ready to print."""
     agentic_workloads = {row["workload"] for row in summary["agentic"]}
     tables = [_table(summary, tp, agentic_workloads) for tp in _tps(summary)]
+    cells = [_cell(row) for row in sorted(summary["cells"], key=_cell_order) if row["state"] != "skipped"]
+    names = list(cells[0]["figures"]) if cells else []
     return {
         "title": summary.get("name") or summary["run"],
         "run": summary["run"],
@@ -37,7 +39,8 @@ def view(summary: Row) -> Row:
         "regret": _regret(summary),
         "agentic": [_agentic(row) for row in sorted(summary["agentic"], key=_agentic_order)],
         "decomposition": _decomposition(summary, agentic_workloads),
-        "cells": [_cell(row) for row in summary["cells"] if row["state"] != "skipped"],
+        "cells": cells,
+        "columns": [name for name in names if any(cell["figures"][name] != text.UNKNOWN for cell in cells)],
         "invalid": [_invalid(row) for row in summary["cells"] if row["state"] != "skipped" and row["reason"]],
         "skipped": [_skipped(row) for row in summary["skipped"]],
         "placements": [_placement(row) for row in summary["placements"]],
@@ -348,6 +351,10 @@ def _decomposition(summary: Row, agentic: set[str]) -> list[Row]:
     return out
 
 
+def _cell_order(row: Row) -> tuple[Any, ...]:
+    return (row["tp"] or 0, _group_key(row), row["output_tokens"] or 0, _natural(row["method"]))
+
+
 def _cell(row: Row) -> Row:
     ttft, decode, accepted = row["ttft_s"] or {}, row["decode_tokens_per_s"] or {}, row["acceptance"] or {}
     itl = row["itl_s"] or {}
@@ -362,13 +369,16 @@ def _cell(row: Row) -> Row:
         "load": text.load(row["concurrency"], row["rate"]),
         "launches": f"{sum(p['valid'] for p in row['launches'])}/{len(row['launches'])}",
         "requests": f"{row['ok']}/{row['requests']}",
-        "decode": text.rate(decode.get("mean")),
-        "ttft": text.milliseconds(ttft.get("mean")),
-        "ttft_p50": text.milliseconds(ttft.get("p50")),
-        "ttft_p99": text.milliseconds(ttft.get("p99")),
-        "itl_p99": text.milliseconds(itl.get("p99")),
-        "throughput": text.rate(row["throughput_tokens_per_s"]),
-        "acceptance": text.length(accepted.get("sum_over_sum")),
+        "figures": {
+            "decode, tokens/s": text.rate(decode.get("mean")),
+            "TTFT mean, ms": text.milliseconds(ttft.get("mean")),
+            "TTFT p50, ms": text.milliseconds(ttft.get("p50")),
+            "TTFT p99, ms": text.milliseconds(ttft.get("p99")),
+            "ITL p50, ms": text.milliseconds(itl.get("p50")),
+            "ITL p99, ms": text.milliseconds(itl.get("p99")),
+            "throughput, tokens/s": text.rate(row["throughput_tokens_per_s"]),
+            "accepted": text.length(accepted.get("sum_over_sum")),
+        },
         "state": row["state"],
         "partly": bool(row["valid"] and row["reason"]),
         "unknown": unknown,
