@@ -186,6 +186,18 @@ def _processes(raw, gpus, unknown):
     return sorted(found, key=lambda p: (p["gpu_index"] is None, p["gpu_index"] or 0, p["pid"]))
 
 
+def _units(raw, processes):
+    """Return [{guest, unit, profile, pids, listed}]; listed tells whether nvidia-smi shows one of its processes."""
+    on_gpu = {process["pid"] for process in processes}
+    found = {}
+    for pid, text in raw.get("units", {}).items():
+        where = procfs.parse_cgroup(text)
+        row = found.setdefault((where["guest"] or "", where["unit"]), dict(where, pids=[]))
+        row["pids"].append(int(pid))
+    rows = [dict(row, pids=sorted(row["pids"])) for _, row in sorted(found.items())]
+    return [dict(row, listed=bool(on_gpu.intersection(row["pids"]))) for row in rows if row["unit"]]
+
+
 def _guests(raw, unknown):
     rows = []
     for name, facts in sorted(raw.get("guests", {}).items()):
@@ -253,7 +265,7 @@ def assemble(raw, simulated=False):
     """Return the look, schema 1, of what ``probe.gather`` or a capture holds. Pure.
 
     Returns:
-        dict with schema, simulated, driver, majors, nodes, gpus, links, numa, processes, guests, mounts, kernel,
+        dict with schema, simulated, driver, majors, nodes, gpus, links, numa, processes, units, guests, mounts, kernel,
         problems (texts) and unknown ({probe: reason}). A fact that could not be read is None.
     """
     problems, unknown = [], {}
@@ -285,6 +297,7 @@ def assemble(raw, simulated=False):
         reason = raw.get("memory_policy", {}).get(str(row["node"]), {}).get("reason")
         if reason:
             unknown["memory policy of node %d" % row["node"]] = reason
+    processes = _processes(raw, gpus, unknown)
     return {
         "schema": SCHEMA,
         "simulated": bool(simulated),
@@ -295,7 +308,8 @@ def assemble(raw, simulated=False):
         "gpus": gpus,
         "links": links,
         "numa": rows,
-        "processes": _processes(raw, gpus, unknown),
+        "processes": processes,
+        "units": _units(raw, processes),
         "guests": _guests(raw, unknown),
         "mounts": raw.get("mounts", {}),
         "kernel": {

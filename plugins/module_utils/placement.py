@@ -63,7 +63,9 @@ def _unusable(look, profiles):
     by_gpu = {}
     for process in look.get("processes") or []:
         by_gpu.setdefault(process.get("gpu_index"), []).append(process)
+    # A server of ours that nvidia-smi does not list would look like memory of nobody: then memory tells nothing.
     listed = "processes" not in (look.get("unknown") or {})
+    listed = listed and all(unit.get("listed") for unit in look.get("units") or [])
     for gpu in look.get("gpus") or []:
         index = gpu["index"]
         here = by_gpu.get(index, [])

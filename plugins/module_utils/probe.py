@@ -183,6 +183,16 @@ def _process(pid):
     }
 
 
+def _units():
+    """Return {pid: cgroup text} of every process of one of our servers, whether or not it is on a GPU."""
+    found = {}
+    for path in glob.glob("/proc/[0-9]*/cgroup"):
+        text = read_text(path)
+        if text and "/specrig-sglang@" in text:
+            found[path.split("/")[2]] = text
+    return found
+
+
 def _guest_configs():
     found = {}
     for path in sorted(glob.glob("/etc/pve/lxc/*.conf")):
@@ -292,6 +302,7 @@ def gather(timeout_s=5.0, guests=None):
         "nodes": nodes_below("", minors),
         "memory_policy": policies,
         "processes": processes,
+        "units": _units(),
         "guests": guest_rows,
         "mounts": _tmpfs(mounts),
         "library_version": _libraries(),

@@ -38,7 +38,7 @@ RETURN = r"""
 look:
   description:
     - The facts, schema 1. Keys are schema, simulated, driver, majors, major_names, nodes, gpus, links, numa, processes,
-      guests, mounts, kernel, problems, unknown.
+      units, guests, mounts, kernel, problems, unknown.
     - What could not be read is null, and C(unknown) has the reason.
   type: dict
   returned: always

@@ -126,6 +126,14 @@ def test_processes_are_mapped_to_gpu_guest_unit_and_profile(raw):
     }
 
 
+def test_units_are_found_without_nvidia_smi(raw):
+    raw["units"] = {"8999": CGROUP, "9000": CGROUP, "700": CGROUP.replace("tp4", "chat"), "1": "0::/init.scope\n"}
+    assert look.assemble(raw)["units"] == [
+        {"guest": "gpu", "unit": "specrig-sglang@chat.service", "profile": "chat", "pids": [700], "listed": False},
+        {"guest": "gpu", "unit": "specrig-sglang@tp4.service", "profile": "tp4", "pids": [8999, 9000], "listed": True},
+    ]
+
+
 def test_the_incident_from_the_hosts_own_words(raw):
     facts = look.assemble(raw)
     planned = placement.plan(facts, {"tp4": {"tp": 4}})["profiles"]["tp4"]

@@ -156,6 +156,14 @@ def test_our_own_leftover_does_not_make_a_gpu_busy():
     assert gpus_of(placement.plan(facts, {"tp1": {"tp": 1}})) == {"tp1": [0]}
 
 
+def test_a_server_of_ours_that_the_tool_does_not_list_keeps_its_place():
+    facts = host(TARGET)
+    facts["gpus"][0]["memory_used_mib"] = 80000
+    assert gpus_of(placement.plan(facts, {"chat": {"tp": 1}})) == {"chat": [1]}
+    facts["units"] = [{"guest": "gpu", "unit": "specrig-sglang@chat.service", "pids": [9], "listed": False}]
+    assert gpus_of(placement.plan(facts, {"chat": {"tp": 1}})) == {"chat": [0]}
+
+
 def test_unknown_nodes_are_never_made_up():
     facts = host([None, None], {0: "0-7"})
     plan = placement.plan(facts, {"one": {"tp": 1}, "two": {"tp": 2}, "wide": {"tp": 2, "numa": "span"}})
