@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -108,7 +109,7 @@ class TestNativeStream:
         assert done == "[DONE]"
         counts = [chunk["meta_info"]["completion_tokens"] for chunk in chunks]
         assert counts == list(range(1, 25))
-        for before, after in zip(chunks, chunks[1:], strict=False):
+        for before, after in itertools.pairwise(chunks):
             assert after["text"].startswith(before["text"])
             assert after["output_ids"][: len(before["output_ids"])] == before["output_ids"]
         assert [chunk["meta_info"]["finish_reason"] for chunk in chunks[:-1]] == [None] * 23
