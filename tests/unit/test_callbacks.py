@@ -1,0 +1,212 @@
+"""The journal callback, under real ansible-playbook runs on this machine and by itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ANSIBLE = [sys.executable, "-m", "ansible.cli.playbook"]
+
+PLAY = """
+- name: A play
+  hosts: all
+  gather_facts: false
+  tasks:
+    - name: Stay as it is
+      ansible.builtin.command: {argv: ["true"]}
+      changed_when: false
+    - name: Change a thing
+      ansible.builtin.command: {argv: ["true"]}
+      changed_when: true
+    - name: Change a secret
+      ansible.builtin.command: {argv: [echo, hunter2]}
+      changed_when: true
+      no_log: true
+    - name: Be skipped
+      ansible.builtin.command: {argv: ["true"]}
+      when: false
+    - name: Wait
+      ansible.builtin.pause: {seconds: "{{ wait | default(0) }}"}
+    - name: Fail
+      ansible.builtin.command: {argv: [sh, -c, "echo first >&2; echo the disk is full >&2; exit 3"]}
+      changed_when: false
+      when: broken | default(false) | bool
+"""
+
+
+@pytest.fixture
+def play(tmp_path: Path, repository: Path):
+    book = tmp_path / "book.yml"
+    book.write_text(PLAY)
+    journal = tmp_path / "log" / "journal.jsonl"
+    env = {
+        **os.environ,
+        "ANSIBLE_CONFIG": str(repository / "ansible.cfg"),
+        "SPECRIG_JOURNAL": str(journal),
+        "ANSIBLE_NOCOLOR": "1",
+    }
+    env.pop("SPECRIG_RUN", None)
+    command = [*ANSIBLE, "-i", "localhost,", "-c", "local", str(book)]
+
+    def run(*arguments: str, start: bool = False, **more: str):
+        settings = {"env": {**env, **more}, "cwd": repository, "text": True}
+        if start:
+            return subprocess.Popen(
+                [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **settings
+            )
+        return subprocess.run(
+            [*command, *arguments], stdin=subprocess.DEVNULL, capture_output=True, check=False, **settings
+        )
+
+    run.journal = journal
+    return run
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_what_changed_and_failed_is_journaled_and_nothing_else(play):
+    done = play("-e", "broken=true", "-e", "specrig_reason='a test'")
+    assert done.returncode == 2
+    lines = read(play.journal)
+    assert [(line["event"], line["task"], line["outcome"]) for line in lines] == [
+        ("start", None, "ok"),
+        ("play", None, "ok"),
+        ("task", "Change a thing", "changed"),
+        ("task", "Change a secret", "changed"),
+        ("task", "Fail", "failed"),
+        ("end", None, "failed"),
+    ]
+    assert {line["schema"] for line in lines} == {1}
+    assert len({line["run"] for line in lines}) == 1
+    assert {line["playbook"] for line in lines} == {"book.yml"}
+    assert {line["reason"] for line in lines} == {"a test"}
+    assert lines[4]["host"] == "localhost"
+    assert lines[4]["message"] == "first the disk is full"
+    assert "hunter2" not in play.journal.read_text()
+    assert "hunter2" not in done.stdout + done.stderr
+    screen = done.stdout[done.stdout.rindex("book.yml: FAILED") :]
+    assert "changed    Change a thing (localhost)\n           Change a secret (localhost)\n" in screen
+    assert "failed     localhost: Fail: first the disk is full\n" in screen
+
+
+def test_reason_and_run_from_the_environment_after_a_line_that_a_crash_cut_off(play):
+    play.journal.parent.mkdir()
+    play.journal.write_text('{"schema": 1, "event": "ta')
+    done = play(SPECRIG_REASON="because", SPECRIG_RUN="run-1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, *others = play.journal.read_text().splitlines()
+    assert first == '{"schema": 1, "event": "ta'
+    lines = [json.loads(line) for line in others]
+    assert [line["event"] for line in lines] == ["start", "play", "task", "task", "end"]
+    assert {(line["reason"], line["run"]) for line in lines} == {("because", "run-1")}
+    assert lines[-1]["outcome"] == "changed"
+    assert lines[-1]["changed"] == 2
+
+
+def test_a_journal_that_cannot_be_written_costs_one_warning_and_no_play(play, tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    done = play(SPECRIG_JOURNAL=str(blocked / "journal.jsonl"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    warnings = (done.stdout + done.stderr).count("could not be written")
+    assert warnings == 1
+    assert "journal    not written" in done.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_ends_in_the_journal_as_aborted(play, number):
+    process = play("-e", "wait=30", start=True)
+    try:
+        deadline = time.monotonic() + 20
+        while not play.journal.exists() or "Change a secret" not in play.journal.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(0.3)
+        process.send_signal(number)
+        process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.wait()
+    lines = read(play.journal)
+    assert (lines[-1]["event"], lines[-1]["outcome"]) == ("end", "aborted")
+    assert sum(line["event"] == "end" for line in lines) == 1
+
+
+def test_two_runs_at_once_write_whole_lines(play):
+    runs = [play(start=True, SPECRIG_RUN=f"run-{number}") for number in range(2)]
+    for run in runs:
+        run.communicate(timeout=60)
+        assert run.returncode == 0
+    lines = read(play.journal)
+    for number in range(2):
+        events = [line["event"] for line in lines if line["run"] == f"run-{number}"]
+        assert events == ["start", "play", "task", "task", "end"]
+
+
+def test_under_ansible_runner_the_same_journal_is_written(play, tmp_path, repository):
+    ansible_runner = pytest.importorskip("ansible_runner")
+    env = {
+        "ANSIBLE_CONFIG": str(repository / "ansible.cfg"),
+        "ANSIBLE_COLLECTIONS_PATH": str(repository / ".collections"),
+        "ANSIBLE_CALLBACKS_ENABLED": "specrig.host.journal",
+        "SPECRIG_JOURNAL": str(play.journal),
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
+    }
+    scratch = tmp_path / "runner"
+    scratch.mkdir()
+    shutil.copy(tmp_path / "book.yml", scratch / "book.yml")
+    result = ansible_runner.run(
+        private_data_dir=str(scratch),
+        project_dir=str(scratch),
+        playbook="book.yml",
+        inventory="localhost ansible_connection=local",
+        envvars=env,
+        quiet=True,
+    )
+    assert result.rc == 0
+    assert [line["event"] for line in read(play.journal)] == ["start", "play", "task", "task", "end"]
+    with result.stdout as output:
+        assert "book.yml: done" in output.read()
+
+
+# The pieces by themselves.
+
+
+@pytest.fixture
+def module(repository):
+    """The callback's module, as Ansible loads it."""
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("specrig_journal", repository / "callback_plugins" / "journal.py")
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+def test_where_the_journal_is(module, monkeypatch):
+    assert module.journal_path("/x/y.jsonl") == Path("/x/y.jsonl")
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert module.journal_path(None) == Path("/var/log/specrig/journal.jsonl")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setenv("XDG_STATE_HOME", "/home/me/.state")
+    assert module.journal_path(None) == Path("/home/me/.state/specrig/journal.jsonl")
+
+
+def test_a_serving_line_says_unknown_and_never_a_number_for_it(module):
+    row = {"profile": "tp4", "gpus": [4, 5], "numa_nodes": [None], "cpus": None, "port": 31404, "status": "serving"}
+    assert module.serving_line(row) == "tp4: GPU 4,5 · NUMA node unknown · CPUs unknown · port 31404 · serving"
+
+
+def test_one_line_is_one_line(module):
+    assert module.one_line("a\n  b\tc") == "a b c"
+    assert module.one_line("x" * 50, 10) == "x" * 9 + "…"
