@@ -32,6 +32,31 @@ _Route = Callable[[Call, Connection], Coroutine[Any, Any, None]]
 _HELD_TEXT = 2000
 """Texts longer than this are tokenized off the event loop."""
 
+_EMBEDDING: dict[str, Any] = {
+    "family": "none",
+    "task": "none",
+    "execution": "none",
+    "attention": "none",
+    "pooling": "model_defined",
+    "normalize": False,
+    "postprocessor": "none",
+    "tokenizer_special_tokens": "model_default",
+    "supports_dimensions": False,
+    "supports_token_embeddings": False,
+    "supports_multimodal": False,
+    "requires_embedding_flag": False,
+    "auto_enable_embedding": False,
+    "bcg_eligibility": "disabled",
+    "safe_disable_kv_cache": False,
+    "safe_disable_radix_cache": False,
+    "safe_disable_chunked_prefill": False,
+    "enabled": False,
+    "matryoshka_dimensions": [],
+    "bcg": {"prefill_backend": "disabled", "enabled": False, "capture_token_budget": 0, "capture_batch_sizes": []},
+    "cache": {"kv_cache_disabled": False, "radix_cache_disabled": False, "chunked_prefill_disabled": False},
+}
+"""What a server of a generating model says of embeddings."""
+
 
 class Server:
     """The engine behind the routes.
@@ -150,7 +175,13 @@ class Server:
                 "status": self.status,
                 "max_total_num_tokens": config.kv_tokens,
                 "max_req_input_len": config.max_req_input_len,
-                "hicache_object_layout": None,
+                "hicache_object_layout": {
+                    "enabled": False,
+                    "backend": None,
+                    "page_size": 1,
+                    "hicache_object_layout": {"pools": []},
+                    "reason": "Hierarchical cache is disabled",
+                },
                 "kv_events": None,
                 "startup_time": startup | {"tokenizer_e2e": round(self.startup_s, 6)},
                 "internal_states": [state],
@@ -187,7 +218,7 @@ class Server:
                 "has_audio_understanding": False,
                 "model_type": config.model_type,
                 "architectures": config.architectures,
-                "embedding": {"family": "none", "task": "none", "execution": "none", "enabled": False},
+                "embedding": _EMBEDDING,
                 "cache": {
                     "kv_cache_disabled": False,
                     "radix_cache_disabled": bool(config.args["disable_radix_cache"]),
