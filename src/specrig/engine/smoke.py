@@ -113,8 +113,8 @@ def budget_row(case: Case, limits: budget.Limits) -> dict[str, Any]:
     seen = msgspec.to_builtins(limits)
     expected = {"prompt_tokens": prompt_tokens, "max_tokens": case.max_tokens, "concurrency": case.concurrency}
     if verdict.fits:
-        return gate("budget", case, "pass", seen, expected, f"{shape} fit")
-    return gate("budget", case, "fail", seen, expected, f"{shape}: " + "; ".join(verdict.problems))
+        return gate("budget", case, "pass", seen, expected, f"{case.label}: {shape} fit")
+    return gate("budget", case, "fail", seen, expected, f"{case.label}: " + "; ".join(verdict.problems))
 
 
 def answer_row(case: Case, answer: Mapping[str, Any], seconds: float, prompt_tokens: int | None) -> dict[str, Any]:
