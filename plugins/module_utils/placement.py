@@ -26,6 +26,12 @@ def ids(numbers):
     return text or "none"
 
 
+def gpus_text(numbers):
+    """Return ``GPU 0`` or ``GPUs 1-4``."""
+    numbers = list(numbers)
+    return "GPU%s %s" % ("" if len(numbers) == 1 else "s", ids(numbers))
+
+
 def nodes_text(nodes):
     """Return ``NUMA node 0``, ``NUMA nodes 0,1`` or ``NUMA node unknown``."""
     nodes = list(nodes)
@@ -124,8 +130,8 @@ def _whole(value, least=1):
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _choose(name, profile, gpus, nodes, free, why_not, links):
-    """Return (group, None) or (None, one line)."""
+def _choose(name, profile, gpus, nodes, free, why_not, links, disturbed):
+    """Return (group, None) or (None, one line); ``disturbed`` counts the GPUs of a node that others serve on."""
     tp = profile.get("tp")
     if not _whole(tp):
         return None, "%s: tp is %r; expected a whole number of GPUs, 1 or more" % (name, tp)
@@ -140,9 +146,10 @@ def _choose(name, profile, gpus, nodes, free, why_not, links):
     for index in free:
         known.setdefault(nodes[index], []).append(index)
     unknown = known.pop(None, [])
-    fits = sorted((len(members), node) for node, members in known.items() if len(members) >= tp)
+    fits = [node for node, members in known.items() if len(members) >= tp]
     if fits:
-        return _closest(known[fits[0][1]], tp, links), None
+        best = min(fits, key=lambda node: (disturbed.get(node, 0), len(known[node]), node))
+        return _closest(known[best], tp, links), None
     avoided = "; ".join(why_not[index] for index in sorted(why_not))
     avoided = " (avoided: %s)" % avoided if avoided else ""
     have = ", ".join("%d on NUMA node %d" % (len(members), node) for node, members in sorted(known.items()))
@@ -166,13 +173,7 @@ def _choose(name, profile, gpus, nodes, free, why_not, links):
         return None, (
             "%s needs %d GPUs of one NUMA node, but the host does not know the node of %s: free are %s%s; "
             "set numa: span in the profile to accept that, or give the VM its NUMA topology"
-            % (
-                name,
-                tp,
-                "GPUs %s are" % ids(unknown) if len(unknown) > 1 else "GPU %s is" % ids(unknown),
-                have,
-                avoided,
-            )
+            % (name, tp, gpus_text(unknown), have, avoided)
         )
     return None, (
         "%s needs %d GPUs of one NUMA node, free are %s%s; set numa: span in the profile to accept crossing, "
@@ -190,12 +191,12 @@ def _explicit(name, wanted, tp, numa, gpus, nodes, free, why_not):
         return None, "%s: gpus names %d (%s) but tp is %d; make them equal" % (name, len(group), ids(group), tp)
     missing = [index for index in group if index not in gpus]
     if missing:
-        return None, "%s: GPUs %s asked for, the host has %s; correct gpus" % (name, ids(missing), ids(gpus))
+        return None, "%s: %s asked for, the host has %s; correct gpus" % (name, gpus_text(missing), gpus_text(gpus))
     blocked = [index for index in group if index not in free]
     if blocked:
-        return None, "%s: GPUs %s asked for, not free are %s (%s); free them, or use gpus: auto" % (
+        return None, "%s: %s asked for, not free are %s (%s); free them, or use gpus: auto" % (
             name,
-            ids(group),
+            gpus_text(group),
             ids(blocked),
             "; ".join(why_not.get(index, "GPU %d is taken" % index) for index in blocked),
         )
@@ -286,8 +287,9 @@ def plan(look, profiles, reserved=(), take_over=False, guest_gpus=None):
 
     Profiles with ``serve: true`` come first, in the order in which they are declared, GPUs named explicitly before
     ``gpus: auto``; no GPU is given to two of them. The others (benchmarks) are placed one at a time against what is
-    left, since only one of them runs at a time. ``gpus: auto`` takes the node with the fewest free suitable GPUs that
-    still holds the group, and there the closest links. A group crosses nodes only with ``numa: span``.
+    left, since only one of them runs at a time, on the node where the fewest GPUs serve. ``gpus: auto`` takes the node
+    with the fewest free suitable GPUs that still holds the group, and there the closest links. A group crosses nodes only
+    with ``numa: span``.
 
     CPUs: each GPU of a node owns an equal slice of the node's cores and the load client one more, so that the CPUs of
     a profile do not change when another profile is added. With fewer cores than that, the profiles at hand and the
@@ -319,7 +321,7 @@ def plan(look, profiles, reserved=(), take_over=False, guest_gpus=None):
     refused, groups, taken = {}, {}, {}
     nothing = (look.get("unknown") or {}).get("gpus")
 
-    def attempt(name, free, reasons):
+    def attempt(name, free, reasons, disturbed):
         profile = profiles[name]
         if not isinstance(profile, dict):
             refused[name] = "%s: the profile is %r; expected a mapping" % (name, profile)
@@ -330,7 +332,7 @@ def plan(look, profiles, reserved=(), take_over=False, guest_gpus=None):
                 " (%s)" % nothing if nothing else "",
             )
             return
-        group, line = _choose(name, profile, gpus, nodes, free, reasons, links)
+        group, line = _choose(name, profile, gpus, nodes, free, reasons, links, disturbed)
         if group is None:
             refused[name] = line
         else:
@@ -341,12 +343,15 @@ def plan(look, profiles, reserved=(), take_over=False, guest_gpus=None):
     for name in serving:
         reasons = dict(why_not)
         reasons.update({i: "GPU %d is planned for %s" % (i, owner) for i, owner in taken.items()})
-        attempt(name, usable - set(taken), reasons)
+        attempt(name, usable - set(taken), reasons, {})
         taken.update(dict.fromkeys(groups.get(name, ()), name))
     blocked = {} if take_over else {i: "GPU %d serves %s" % (i, owner) for i, owner in taken.items()}
+    disturbed = {}
+    for index in blocked:
+        disturbed[nodes[index]] = disturbed.get(nodes[index], 0) + 1
     for name in profiles:
         if name not in serving:
-            attempt(name, usable - set(blocked), {**why_not, **blocked})
+            attempt(name, usable - set(blocked), {**why_not, **blocked}, disturbed)
 
     planned, client, notes = _with_cpus(look, nodes, groups, serving, take_over)
     visible = sorted(gpus.values(), key=_bus_order)
@@ -460,7 +465,7 @@ def _judge(row, planned, processes, seen_gpus, seen_nodes, gpus, look, unit):
     expected = row["expected"]
     if not planned or not expected["gpus"]:
         return "fail", "no placement is planned for it; correct the profile (specrig topology shows what is there)"
-    plan_text = "planned GPUs %s (%s)" % (ids(expected["gpus"]), nodes_text(expected["numa_nodes"]))
+    plan_text = "planned %s (%s)" % (gpus_text(expected["gpus"]), nodes_text(expected["numa_nodes"]))
     reason = (look.get("unknown") or {}).get("processes")
     if reason:
         return "unknown", "the host cannot list GPU processes (%s); %s; repair nvidia-smi and look again" % (
@@ -472,13 +477,13 @@ def _judge(row, planned, processes, seen_gpus, seen_nodes, gpus, look, unit):
         unlisted = [i for i in used if not any(p.get("gpu_index") == i for p in look.get("processes") or [])]
         if unlisted:
             return "unknown", (
-                "memory is in use on GPUs %s but the host lists no process there; %s; "
-                "look for orphans with fuser -v /dev/nvidia*" % (ids(unlisted), plan_text)
+                "memory is in use on %s but the host lists no process there; %s; "
+                "look for orphans with fuser -v /dev/nvidia*" % (gpus_text(unlisted), plan_text)
             )
         return "fail", "none of its processes is on any GPU, %s; is %s running?" % (plan_text, unit)
     if any(p.get("gpu_index") is None for p in processes):
         return "unknown", "the GPU of some of its processes is not known; %s; run specrig topology" % plan_text
-    seen_text = "ranks run on GPUs %s (%s)" % (ids(seen_gpus), nodes_text(seen_nodes))
+    seen_text = "ranks run on %s (%s)" % (gpus_text(seen_gpus), nodes_text(seen_nodes))
     if row["seen"]["visible"]:
         seen_text += " with CUDA_VISIBLE_DEVICES=%s" % " and ".join(row["seen"]["visible"])
     if seen_gpus != sorted(expected["gpus"]):

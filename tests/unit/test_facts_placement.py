@@ -62,7 +62,7 @@ def test_production_first_best_fit_then_benchmarks_against_what_is_left():
         "tp8-dflash": {"tp": 8, "numa": "span"},
     }
     plan = placement.plan(host(TARGET), profiles)
-    assert gpus_of(plan) == {"chat": [0], "agent": [1, 2], "tp4-dflash": [4, 5, 6, 7], "tp1-dflash": [3]}
+    assert gpus_of(plan) == {"chat": [0], "agent": [1, 2], "tp4-dflash": [4, 5, 6, 7], "tp1-dflash": [4]}
     assert plan["profiles"]["agent"]["numa_nodes"] == [0]
     assert plan["profiles"]["agent"]["minors"] == [3, 4]
     assert list(plan["refused"]) == ["tp8-dflash"]
@@ -116,7 +116,7 @@ def test_explicit_gpus():
     assert "GPUs 3-4 are on NUMA nodes 0,1 (3 on node 0, 4 on node 1), expected one known node" in refused["crossing"]
     assert "GPU 1 serves fixed" in refused["taken"]
     assert "names 2 (4-5) but tp is 4" in refused["few"]
-    assert "GPUs 9 asked for, the host has 0-7" in refused["gone"]
+    assert "GPU 9 asked for, the host has GPUs 0-7" in refused["gone"]
     assert "names a GPU twice" in refused["twice"]
     assert "expected auto or a list" in refused["words"]
 
