@@ -38,17 +38,21 @@ def load_command(args: argparse.Namespace) -> int:
         UsageError: the arguments, the sweep or the folder cannot be used.
         SpecrigError: the server is not the one asked for, or a result cannot be written.
     """
+    with EngineClient(args.url, args.api_key or os.environ.get("SPECRIG_API_KEY")) as control:
+        return _load(args, control)
+
+
+def _load(args: argparse.Namespace, control: EngineClient) -> int:
     sweep = load_sweep(Path(args.sweep))
     reason = args.reason or os.environ.get("SPECRIG_REASON")
     api_key = args.api_key or os.environ.get("SPECRIG_API_KEY")
     tokenizer = tokenizers.load(args.tokenizer)
     folder = Path(args.out)
-    control = EngineClient(args.url, api_key)
     info, limits = _ask(control)
     if is_run_folder(folder):
         opened = RunFolder.open(folder)
         cells = cells_of(opened)
-        if opened.manifest.get("sweep") != sweep.as_dict():
+        if opened.manifest.get("sweep") != msgspec.json.decode(msgspec.json.encode(sweep)):
             raise UsageError(
                 f"{folder}: holds another run than {args.sweep} describes; give its own sweep, or a new folder"
             )
