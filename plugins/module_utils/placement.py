@@ -288,8 +288,8 @@ def plan(look, profiles, reserved=(), take_over=False, guest_gpus=None):
     Profiles with ``serve: true`` come first, in the order in which they are declared, GPUs named explicitly before
     ``gpus: auto``; no GPU is given to two of them. The others (benchmarks) are placed one at a time against what is
     left, since only one of them runs at a time, on the node where the fewest GPUs serve. ``gpus: auto`` takes the node
-    with the fewest free suitable GPUs that still holds the group, and there the closest links. A group crosses nodes only
-    with ``numa: span``.
+    with the fewest free suitable GPUs that still holds the group, and there the closest links. A group crosses nodes
+    only with ``numa: span``.
 
     CPUs: each GPU of a node owns an equal slice of the node's cores and the load client one more, so that the CPUs of
     a profile do not change when another profile is added. With fewer cores than that, the profiles at hand and the

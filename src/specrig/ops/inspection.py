@@ -162,12 +162,12 @@ def topology_text(name: str, facts: dict[str, Any], group: dict[str, Any] | None
     cpus = {row["node"]: row.get("cpus") for row in facts.get("numa") or []}
     for known in sorted({*cpus, *(node for node in nodes if node is not None)}):
         here = nodes.get(known, [])
-        lines.append(f"NUMA node {known}: GPUs {placement.ids(here)}, CPUs {cpus.get(known) or 'unknown'}")
+        lines.append(f"NUMA node {known}: {placement.gpus_text(here)}, CPUs {cpus.get(known) or 'unknown'}")
     if nodes.get(None):
-        lines.append(f"NUMA node unknown: GPUs {placement.ids(nodes[None])}")
+        lines.append(f"NUMA node unknown: {placement.gpus_text(nodes[None])}")
     if group and group["gpus"]:
         lines.append(
-            f"tp {group['tp']}: GPUs {placement.ids(group['gpus'])} ({placement.nodes_text(group['numa_nodes'])}), "
+            f"tp {group['tp']}: {placement.gpus_text(group['gpus'])} ({placement.nodes_text(group['numa_nodes'])}), "
             f"CPUs {group['cpus'] or 'unknown'}"
         )
     elif group:
