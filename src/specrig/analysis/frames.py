@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -158,25 +158,23 @@ def merge_runs(runs: list[RunData]) -> RunData:
         for old in sorted({int(r["launch"]) for r in run.parts} | {int(v) for v in run.requests["launch"]}):
             launch_of[(number, old)] = len(launch_of)
         arms = {}
+        names = {cell: _merged_name(info, cells) for cell, info in run.cells.items()}
         rows: list[Row] = [*records(run.requests), *run.parts]
         for row in rows:
-            info = run.cells.get(row["cell"])
-            arms[int(row["launch"])] = (info.method if info else row.get("method"), info.tp if info else row.get("tp"))
+            info = run.cells[row["cell"]]
+            arms[int(row["launch"])] = (info.method, info.tp)
         for old, arm in sorted(arms.items()):
             order = seen.setdefault(arm, [])
             order.append(launch_of[(number, old)])
             block_of[(number, old)] = len(order) - 1
-        for row in records(run.requests):
-            old = int(row["launch"])
-            requests.append(row)
-            requests[-1].update(launch=launch_of[(number, old)], block=block_of[(number, old)])
-        for row in run.parts:
-            old = int(row["launch"])
-            parts.append({**row, "launch": launch_of[(number, old)], "block": block_of[(number, old)]})
+        for row in rows:
+            at = (number, int(row["launch"]))
+            row = {**row, "cell": names[row["cell"]], "launch": launch_of[at], "block": block_of[at]}
+            (parts if "checks" in row else requests).append(row)
         for (cell, old, index), trace in run.traces.items():
-            if (number, old) in launch_of:
-                traces[(cell, launch_of[(number, old)], index)] = trace
-        cells.update(run.cells)
+            if (number, old) in launch_of and cell in names:
+                traces[(names[cell], launch_of[(number, old)], index)] = trace
+        cells.update({name: replace(run.cells[cell], cell=name) for cell, name in names.items()})
         problems += [f"{run.name}: {line}" for line in run.problems]
         skipped += _list(run.manifest.get("skipped"))
         launches += _list(run.manifest.get("launches"))
@@ -197,6 +195,15 @@ def merge_runs(runs: list[RunData]) -> RunData:
         traces=traces,
         problems=problems,
     )
+
+
+def _merged_name(info: CellInfo, known: Mapping[str, CellInfo]) -> str:
+    """A cell's id, with its method where another run uses the id for another one (plain loads know no profile)."""
+    name = info.cell
+    other = known.get(name)
+    if other is not None and (other.method, other.tp) != (info.method, info.tp):
+        name = f"{info.cell}-{info.method}-tp{info.tp}"
+    return name
 
 
 def method_label(raw: Mapping[str, Any]) -> str | None:

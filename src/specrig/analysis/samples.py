@@ -54,6 +54,7 @@ class Sample:
     e2e_s: float | None
     ttft_s: float | None
     steps: float | None
+    prefill_counted: bool
     verify_steps: float | None
     correct_drafts: float | None
     output_ids: tuple[int, ...] | None
@@ -149,6 +150,7 @@ def _full(raw: Mapping[Any, Any], key: Key, method: str, n: float) -> Sample:
     verify, correct = _value(raw["verify_steps"]), _value(raw["correct_drafts"])
     if method.startswith("autoregressive"):
         verify = correct = None
+    counted = _prefill_counted(n, verify, correct, _value(raw["chunks"]))
     return Sample(
         key=key,
         cell=raw["cell"],
@@ -163,28 +165,35 @@ def _full(raw: Mapping[Any, Any], key: Key, method: str, n: float) -> Sample:
         decode_s=decode_s,
         e2e_s=e2e if e2e is not None and e2e > 0 else None,
         ttft_s=_value(raw["ttft_s"]),
-        steps=_steps(method, tokens, n, verify, correct),
+        steps=_steps(method, tokens, verify, counted),
+        prefill_counted=counted,
         verify_steps=verify,
         correct_drafts=correct,
         output_ids=tuple(raw["output_ids"]) if raw["output_ids"] is not None else None,
     )
 
 
-def _steps(
-    method: str, decode_tokens: float | None, n: float, verify: float | None, correct: float | None
-) -> float | None:
-    """Verify steps after the first chunk.
+def _prefill_counted(n: float, verify: float | None, correct: float | None, chunks: float | None) -> bool:
+    """Whether the server counts the step that brought the first chunk among its verify steps.
 
-    A baseline makes one step a token. A server that counts the prefill's token among its verify steps has
-    n = verify + correct (less what was trimmed at the end); one that does not has n = 1 + verify + correct.
+    A stream of one chunk a step tells: as many chunks as verify steps, or one more. Where chunks coalesced, the token
+    count does: n = verify + correct, or n = 1 + verify + correct (exact where the last step was not trimmed).
     """
+    if verify is None:
+        return False
+    if chunks is not None and chunks >= verify:
+        return chunks == verify
+    return correct is not None and n == verify + correct
+
+
+def _steps(method: str, decode_tokens: float | None, verify: float | None, prefill_counted: bool) -> float | None:
+    """Steps after the first chunk; a baseline makes one a token."""
     if method.startswith("autoregressive"):
         return decode_tokens
-    if verify is None or verify <= 0:
+    if verify is None:
         return None
-    if correct is not None and n <= verify + correct and verify > 1:
-        return verify - 1
-    return verify
+    steps = verify - 1 if prefill_counted else verify
+    return steps if steps > 0 else None
 
 
 def _read(full: Sample, length: int, read: Mapping[str, float | None]) -> Sample:
@@ -206,7 +215,7 @@ def _read(full: Sample, length: int, read: Mapping[str, float | None]) -> Sample
         decode_tokens=tokens,
         decode_s=decode_s,
         e2e_s=e2e,
-        steps=_steps(full.method, tokens, float(length), verify, correct),
+        steps=_steps(full.method, tokens, verify, full.prefill_counted),
         verify_steps=verify,
         correct_drafts=correct,
         output_ids=None,
@@ -214,7 +223,7 @@ def _read(full: Sample, length: int, read: Mapping[str, float | None]) -> Sample
 
 
 def _cut(sample: Sample, full: Sample, trace: tuple[list[float], list[float]] | None, end: float) -> Sample | None:
-    """``sample`` up to the chunk that brought token ``end``; None without a usable trace."""
+    """``sample`` as if the request had ended at token ``end``, its last chunk trimmed; None without a usable trace."""
     if trace is None or len(trace[0]) < 2 or end < 1:
         return None
     times, counts = trace
@@ -225,7 +234,7 @@ def _cut(sample: Sample, full: Sample, trace: tuple[list[float], list[float]] | 
         if total >= end:
             at = i
             break
-    if at == 0:
+    if at == 0 or end <= counts[0]:
         return None
     seen = math.fsum(counts[: at + 1])
     decode_s = times[at] - times[0]
@@ -234,15 +243,16 @@ def _cut(sample: Sample, full: Sample, trace: tuple[list[float], list[float]] | 
     spent = times[-1] - times[at]
     verify = correct = None
     if full.verify_steps is not None and abs(len(times) - full.verify_steps) <= max(1.0, 0.02 * len(times)):
-        verify = float(at + 1)
-        correct = seen - verify
+        prefill = len(times) > full.verify_steps  # the first chunk is the prefill's, not a verify step's
+        verify = float(at if prefill else at + 1)
+        correct = seen - verify - (counts[0] if prefill else 0.0)
     return replace(
         sample,
         tokens=end,
-        decode_tokens=seen - counts[0],
+        decode_tokens=end - counts[0],
         decode_s=decode_s,
         e2e_s=None if full.e2e_s is None else full.e2e_s - spent,
-        steps=_steps(full.method, seen - counts[0], seen, verify, correct),
+        steps=_steps(full.method, end - counts[0], float(at) if verify is not None else None, False),
         verify_steps=verify,
         correct_drafts=correct,
         output_ids=None if sample.output_ids is None else sample.output_ids[: int(end)],

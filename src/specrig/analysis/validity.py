@@ -88,7 +88,7 @@ def _judge_part(
             said = raw["ok"] if isinstance(raw["ok"], bool) else None
             checks.append(Check(str(raw["rule"]), said, raw["seen"], raw["expected"]))
     if rows:
-        checks += _record_checks(info, part, rows, ok_rows, bound, max_post_eos)
+        checks = _united(checks + _record_checks(info, part, rows, ok_rows, bound, max_post_eos))
     reasons: list[str] = []
     if state == "unfinished":
         reasons.append("not finished: requests were recorded, the cell was never closed")
@@ -111,6 +111,17 @@ def _judge_part(
         ok=len(ok_rows),
         checks=checks,
     )
+
+
+def _united(checks: list[Check]) -> list[Check]:
+    """One check a rule: a failed one goes before a passed one, and that before an unknown one."""
+    order = {False: 0, True: 1, None: 2}
+    best: dict[str, Check] = {}
+    for check in checks:
+        known = best.get(check.rule)
+        if known is None or order[check.ok] < order[known.ok]:
+            best[check.rule] = check
+    return list(best.values())
 
 
 def _record_checks(

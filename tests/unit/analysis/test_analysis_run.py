@@ -365,3 +365,37 @@ def test_the_banner_follows_the_engine(make_run: Any) -> None:
         manifest["engine"] = {"kind": "sglang", "hardware": hardware}
         (folder / "manifest.json").write_text(json.dumps(manifest))
         assert summarise(read_run(folder))["banner"] == banner
+
+
+@pytest.mark.parametrize(
+    ("chunks", "verify", "correct", "steps"),
+    [
+        (65, 64, 192, 64),  # 257 = 1 + 64 + 192: the prefill's chunk is no verify step
+        (64, 64, 193, 63),  # 257 = 64 + 193: it is one
+        (65, 64, 200, 64),  # trimmed at the end: the chunks tell
+        (20, 64, 193, 63),  # coalesced chunks: the tokens tell
+        (20, 64, 192, 64),
+    ],
+)
+def test_steps_after_the_first_chunk(builder: Any, chunks: int, verify: int, correct: int, steps: int) -> None:
+    base, fast = (builder.cell(m, requests=1) for m in ("autoregressive", "dflash"))
+    for launch, (cell, more) in enumerate(
+        ((base, {}), (fast, {"chunks": chunks, "verify_steps": verify, "correct_drafts": correct}))
+    ):
+        builder.request(cell, launch, 0, 0, decode_rate=128, **more)
+        builder.close(cell, launch)
+    parts = pick(summarise(read_run(builder.write()))["speedups"], metric="decode")["decomposition"]
+    assert parts["step_ms"] == pytest.approx(2000 / steps)  # 256 tokens at 128/s are 2 s
+
+
+def test_a_stream_cut_inside_a_chunk_is_trimmed_to_the_end_of_sequence(builder: Any) -> None:
+    """Chunks of 1, 4, 4, 4, 3 at 0..4 s, EOS is token 7 (index 6): it came with chunk 2, so 6 tokens in 2 s."""
+    cell = builder.cell("dflash", requests=1, output_tokens=16)
+    builder.request(cell, 0, 0, 0, decode_rate=15 / 4, first_eos=6, chunks=5, verify_steps=4, correct_drafts=11)
+    builder.close(cell, 0)
+    builder.chunks.append({"cell": cell["id"], "launch": 0, "index": 0, "t": [0, 1, 2, 3, 4], "k": [1, 4, 4, 4, 3]})
+    run = read_run(builder.write())
+    got = summarise(run, max_post_eos=0.9)["cells"][0]
+    assert got["decode_tokens_per_s"]["mean"] == pytest.approx(3.0)
+    # two verify steps brought 8 tokens: 1 + 6 / 2
+    assert got["acceptance"]["sum_over_sum"] == pytest.approx(4.0)
