@@ -1,0 +1,199 @@
+"""Each rule of a valid cell, held and broken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from specrig.load import checks
+from specrig.load.stream import Lag
+from specrig.load.windows import Stream, steady
+from specrig.model.cell import Cell
+from specrig.model.record import Request
+from specrig.model.sweep import Sampling
+
+LAG = {"mean_ms": 0.1, "p50_ms": 0.1, "p99_ms": 1.0, "max_ms": 3.0, "samples": 100, "cpu": 0.2}
+
+
+def cell(**more: Any) -> Cell:
+    values: dict[str, Any] = {
+        "id": "c", "workload": "w", "prompts": "questions", "prompt_tokens": 100, "output_tokens": 10, "model": "m",
+        "api": "sglang", "seed": 1, "sampling": Sampling(),
+    }  # fmt: skip
+    return Cell(**{**values, **more})
+
+
+def request(**more: Any) -> Request:
+    values: dict[str, Any] = {
+        "run": "r", "cell": "c", "prompt_id": "p", "index": 0, "ok": True, "finish_reason": "length",
+        "prompt_tokens": 100, "prompt_tokens_asked": 100, "output_tokens": 10, "output_tokens_asked": 10,
+        "token_source": "server", "first_s": 1.0, "finished_s": 2.0, "cached_tokens": 0, "output_ids": list(range(10)),
+        "verify_steps": 4, "correct_drafts": 6,
+    }  # fmt: skip
+    return Request(**{**values, **more})
+
+
+def broken(rows: list[Any]) -> list[str]:
+    return [row.rule for row in rows if row.ok is False]
+
+
+def test_a_good_cell_breaks_nothing() -> None:
+    rows = checks.record_checks(cell(), [request()] * 3, "dflash", 16)
+    assert broken(rows) == []
+    assert checks.verdict(rows) is None
+    assert all(row.ok for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"finish_reason": "stop"}, "finish reason is length"),
+        ({"output_tokens": 9, "output_ids": list(range(9))}, "output tokens as asked"),
+        ({"token_source": "tokenizer"}, "token count is the server's"),
+        ({"prompt_tokens": 109}, "prompt tokens as asked"),
+        ({"output_ids": list(range(7))}, "output ids match the token count"),
+        ({"verify_steps": 0, "correct_drafts": None}, "speculation was on"),
+        ({"correct_drafts": 61}, "acceptance length within its bound"),  # 1 + 61/4 = 16.25 > 16
+        ({"first_eos": 2}, "share of tokens after the first end of sequence"),  # 7 of 10
+        ({"cached_tokens": 65}, "prompt not served from the cache"),
+    ],
+)
+def test_a_broken_rule_is_named(change: dict[str, Any], rule: str) -> None:
+    assert broken(checks.record_checks(cell(), [request(**change)] * 3, "dflash", 16)) == [rule]
+
+
+def test_the_bound_itself_is_allowed() -> None:
+    assert broken(checks.record_checks(cell(), [request(correct_drafts=60)], "dflash", 16)) == []
+
+
+def test_the_baseline_must_not_speculate() -> None:
+    assert broken(checks.record_checks(cell(), [request()], "autoregressive", None)) == [
+        "no speculation in the baseline"
+    ]
+    plain = request(verify_steps=None, correct_drafts=None)
+    assert broken(checks.record_checks(cell(), [plain], "autoregressive", None)) == []
+
+
+def test_a_later_turn_may_be_cached_and_a_shared_prompt_too() -> None:
+    assert broken(checks.record_checks(cell(), [request(), request(turn=1, cached_tokens=90)], "dflash", 16)) == []
+    assert broken(checks.record_checks(cell(cache="shared"), [request(cached_tokens=90)], "dflash", 16)) == []
+
+
+def test_unknown_stays_unknown() -> None:
+    silent = request(output_ids=None, verify_steps=None, correct_drafts=None, cached_tokens=None, prompt_tokens=None)
+    rows = {row.rule: row.ok for row in checks.record_checks(cell(), [silent], "dflash", 16)}
+    assert rows["speculation was on"] is None
+    assert rows["prompt not served from the cache"] is None
+    assert rows["prompt tokens as asked"] is None
+    assert rows["share of tokens after the first end of sequence"] is None
+
+
+def test_failures_carry_the_first_ones_words() -> None:
+    bad = request(ok=False, error="http", server_message="The input is too long")
+    row = checks.failures([request(), bad], 2)
+    assert row.ok is False
+    assert row.seen == "1 of 2 failed (http: The input is too long)"
+    assert checks.failures([request()], 2).ok is False
+    assert checks.failures([request(), request()], 2).ok is True
+
+
+@pytest.mark.parametrize(
+    ("info", "label"),
+    [
+        ({"speculative_algorithm": None}, "autoregressive"),
+        ({"speculative_algorithm": "DFLASH", "speculative_num_draft_tokens": 16}, "dflash"),
+        ({"speculative_algorithm": "DDTREE", "speculative_ddtree_budget": 15}, "ddtree-b15"),
+        (
+            {
+                "speculative_algorithm": "DFLASH",
+                "speculative_dflash_tree_verify": True,
+                "speculative_num_draft_tokens": 32,
+            },
+            "ddtree-b31",
+        ),
+        ({}, None),
+        (None, None),
+    ],
+)
+def test_the_method_is_read_from_the_servers_report(info: dict[str, Any] | None, label: str | None) -> None:
+    assert checks.method_of(info) == label
+
+
+def test_the_server_must_be_what_the_cell_is_defined_on() -> None:
+    info = {"served_model_name": "m", "tp_size": 4, "context_length": 32768, "speculative_algorithm": "DFLASH"}
+    good = cell(tp=4, context_length=32768, method="dflash")
+    assert checks.asked_for(good, info).ok is True
+    assert checks.asked_for(cell(tp=1), info).seen == {"tp_size": 4}
+    assert checks.asked_for(cell(method="autoregressive"), info).seen == {"method": "dflash"}
+    assert checks.asked_for(cell(context_length=131072), info).ok is False
+    assert checks.asked_for(cell(model="other"), info).expected == {"served_model_name": "other"}
+    tree = {"speculative_algorithm": "DDTREE", "speculative_ddtree_budget": 15}
+    assert checks.asked_for(cell(method="ddtree-b15"), tree).ok is True
+    assert checks.asked_for(cell(method="ddtree-b31"), tree).ok is False
+    assert checks.asked_for(good, None).ok is None
+
+
+def test_a_server_that_changed_is_told() -> None:
+    before = {"served_model_name": "m", "tp_size": 4, "internal_states": [1]}
+    assert checks.same_server(before, {**before, "internal_states": [2]}).ok is True
+    row = checks.same_server(before, {**before, "tp_size": 2})
+    assert (row.ok, row.seen, row.expected) == (False, {"tp_size": 2}, {"tp_size": 4})
+    assert checks.same_server(before, None).ok is None
+
+
+def test_the_acceptance_bound_of_a_tree_is_its_depth_never_its_nodes() -> None:
+    chain = {"speculative_algorithm": "DFLASH", "speculative_num_draft_tokens": 16}
+    assert checks.acceptance_bound("dflash", chain) == 16
+    tree = {
+        "speculative_algorithm": "DDTREE",
+        "speculative_ddtree_budget": 31,
+        "speculative_num_draft_tokens": 32,
+        "speculative_dflash_block_size": 16,
+    }
+    assert checks.acceptance_bound("ddtree-b31", tree) == 16
+    assert checks.acceptance_bound("autoregressive", chain) is None
+
+
+def test_concurrency_is_what_ran_on_the_server() -> None:
+    together = [Stream(sent=0, due=0, t=[1, 10], k=[1, 9]) for _ in range(4)]
+    apart = [Stream(sent=0, due=0, t=[1 + 10 * i, 10 + 10 * i], k=[1, 9]) for i in range(4)]
+    four = cell(concurrency=4)
+    good = checks.concurrency_reached(four, steady(together, 4), None, None, 4)
+    assert good is not None
+    assert good.ok is True
+    capped = checks.concurrency_reached(four, steady(apart, 2), None, None, 4)
+    assert capped is not None
+    assert capped.ok is False
+    # the server's own count wins over the streams'
+    polled = checks.concurrency_reached(four, steady(together, 4), 1.9, 2, 4)
+    assert polled is not None
+    assert polled.ok is False
+    assert checks.concurrency_reached(cell(concurrency=1), steady(together, 1), None, None, 4) is None
+
+
+def test_the_clients_lateness_is_held_against_what_it_measured() -> None:
+    # one second from first to last token: 10 ms on average and 100 ms at p99 are allowed
+    assert checks.client_kept_up(Lag(**{**LAG, "mean_ms": 10.0, "p99_ms": 99.0}), [request()]).ok is True
+    assert checks.client_kept_up(Lag(**{**LAG, "mean_ms": 10.1}), [request()]).ok is False
+    assert checks.client_kept_up(Lag(**{**LAG, "p99_ms": 101.0}), [request()]).ok is False
+    assert checks.client_kept_up(Lag(**{**LAG, "cpu": 0.96}), [request()]).ok is False
+    assert checks.client_kept_up(Lag(**{**LAG, "samples": 0}), [request()]).ok is None
+
+
+def test_open_loop_requests_must_leave_when_due() -> None:
+    on_time = [request(scheduled_s=1.0, sent_s=1.005)]
+    assert checks.arrivals_kept(on_time, 100.0).ok is True
+    late = [request(scheduled_s=1.0, sent_s=1.02)]
+    assert checks.arrivals_kept(late, 100.0).ok is False
+    assert checks.arrivals_kept(late, 1.0).ok is True  # a tenth of a second's gap
+
+
+def test_the_verdict_is_one_line_with_seen_and_expected() -> None:
+    rows = [
+        *checks.record_checks(cell(), [request(prompt_tokens=109)], "dflash", 16),
+        checks.same_server({}, {"tp_size": 2}),
+    ]
+    prompt = "prompt tokens as asked: saw 109, expected 100"
+    server = "same server before and after: saw tp_size 2, expected tp_size nothing"
+    assert checks.verdict(rows) == f"{prompt}; {server}"
