@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from specrig.engine import smoke
+from specrig.engine.limits import from_info
 from specrig.errors import UsageError
 from specrig.tokens.budget import Limits
 
@@ -90,13 +91,27 @@ def test_speculation_as_the_profile_says_passes():
     assert smoke.answer_row(changed(speculative=False), answer(), 1.0, 4096)["status"] == "pass"
 
 
-def test_another_model_or_tp_on_the_port_fails():
-    case = changed(model="Qwen3.6-27B", tp=4)
-    assert [row["status"] for row in smoke.server_rows(case, {"tp_size": 4}, [{"id": "Qwen3.6-27B"}])] == ["pass"]
-    rows = smoke.server_rows(case, {"tp_size": 1}, [{"id": "Other"}])
-    assert [row["status"] for row in rows] == ["fail", "fail"]
-    assert "answers for Other, the profile says Qwen3.6-27B" in rows[0]["message"]
-    assert "tp 1, the profile says 4" in rows[1]["message"]
+def report(samples, **changes):
+    info = msgspec.json.decode(
+        (samples / "sglang" / "constructed_server_info_0.5.23_tp4_dflash_WRONG_GPUS.json").read_bytes()
+    )
+    return from_info({**info, **changes}, 131072)
+
+
+def test_what_the_server_says_is_held_against_the_profile(samples):
+    case = changed(model="Qwen3.6-27B", tp=4, speculative=True, draft_tokens=16)
+    assert [row["status"] for row in smoke.server_rows(case, report(samples), ["Qwen3.6-27B"])] == ["pass"]
+    wrong = [
+        (changed(tp=1), {}, "tp 4, the profile says 1"),
+        (changed(model="Qwen3.6-27B"), {}, "answers for Other, the profile says Qwen3.6-27B"),
+        (changed(speculative=False), {}, "speculates by DFLASH, the profile is autoregressive"),
+        (changed(speculative=True), {"speculative_algorithm": None}, "without a speculative algorithm"),
+        (changed(draft_tokens=32), {}, "drafts 16 tokens a step, the profile's method 32"),
+    ]
+    for wanted, server, words in wrong:
+        (row,) = smoke.server_rows(wanted, report(samples, **server), ["Other"])
+        assert row["status"] == "fail"
+        assert words in row["message"]
 
 
 def test_a_server_that_is_not_there_is_a_failed_gate_and_no_traceback(capsys):

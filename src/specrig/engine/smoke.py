@@ -19,6 +19,7 @@ import msgspec
 
 from specrig.engine.client import EngineClient
 from specrig.engine.errors import EngineError
+from specrig.engine.limits import ServerReport, read
 from specrig.errors import SpecrigError, UsageError
 from specrig.tokens import budget
 
@@ -153,22 +154,42 @@ def answer_row(case: Case, answer: Mapping[str, Any], seconds: float, prompt_tok
     return gate("smoke", case, "pass", seen, expected, f"{case.label}: {case.max_tokens} tokens in {seconds:.2f} s")
 
 
-def server_rows(case: Case, info: Mapping[str, Any], models: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows for what the server says of itself against the profile: model, tp, simulated acceptance."""
-    rows = []
-    names = [str(row.get("id")) for row in models]
+def server_rows(case: Case, report: ServerReport, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Rows for what the server says of itself against the profile: model, tp, method's numbers.
+
+    Args:
+        case: any case of the profile.
+        report: the server's report.
+        names: the model names that it answers for.
+    """
+    spec = report.speculation
+    problems = []
     if case.model is not None and names and case.model not in names:
-        text = f"the server answers for {', '.join(names)}, the profile says {case.model}; is it another server?"
-        rows.append(gate("server", case, "fail", names, case.model, text))
-    tp = info.get("tp_size")
-    if case.tp is not None and isinstance(tp, int) and tp != case.tp:
-        text = f"the server runs with tp {tp}, the profile says {case.tp}; start it by recover.yml"
-        rows.append(gate("server", case, "fail", {"tp": tp}, {"tp": case.tp}, text))
-    if not rows:
-        rows.append(
-            gate("server", case, "pass", {"models": names, "tp": tp}, {"model": case.model, "tp": case.tp}, "ok")
-        )
-    return rows
+        problems.append(f"it answers for {', '.join(names)}, the profile says {case.model}: is it another server?")
+    if case.tp is not None and report.tp_size is not None and report.tp_size != case.tp:
+        problems.append(f"it runs with tp {report.tp_size}, the profile says {case.tp}")
+    # A server without /server_info says nothing of its method; its answers will.
+    told = report.tp_size is not None or spec.algorithm is not None
+    if case.speculative is True and told and spec.algorithm is None:
+        problems.append("it runs without a speculative algorithm, the profile speculates")
+    if case.speculative is False and spec.algorithm is not None:
+        problems.append(f"it speculates by {spec.algorithm}, the profile is autoregressive")
+    if case.draft_tokens and spec.draft_tokens is not None and spec.draft_tokens != case.draft_tokens:
+        problems.append(f"it drafts {spec.draft_tokens} tokens a step, the profile's method {case.draft_tokens}")
+    seen = {
+        "models": list(names),
+        "tp": report.tp_size,
+        "algorithm": spec.algorithm,
+        "draft_tokens": spec.draft_tokens,
+        "version": report.version,
+        "simulated": report.simulated,
+    }
+    expected = {"model": case.model, "tp": case.tp, "speculative": case.speculative, "draft_tokens": case.draft_tokens}
+    if problems:
+        text = "the server is not the profile's: " + "; ".join(problems) + "; start it by recover.yml"
+        return [gate("server", case, "fail", seen, expected, text)]
+    notes = f" ({'; '.join(report.warnings)})" if report.warnings else ""
+    return [gate("server", case, "pass", seen, expected, "the server is what its profile says" + notes)]
 
 
 def _prompt(case: Case, tokenizers: dict[str, Any]) -> list[int] | None:
@@ -189,18 +210,16 @@ def ask(cases: Sequence[Case], tokenizers: dict[str, Any]) -> list[dict[str, Any
     Returns:
         Gate rows, in the order of the cases; a server that can't be reached gives one failed row.
     """
-    from specrig.engine.limits import from_server
-
     rows: list[dict[str, Any]] = []
     first = cases[0]
     with EngineClient(first.url, first.api_key) as client:
         try:
-            limits = from_server(client)
-            rows += server_rows(first, client.server_info(), client.models())
+            report = read(client)
+            rows += server_rows(first, report, [str(row.get("id")) for row in client.models()])
         except SpecrigError as error:
             return [gate("smoke", first, "fail", None, None, str(error))]
         for case in cases:
-            row = budget_row(case, limits_of(case, limits))
+            row = budget_row(case, limits_of(case, report.limits))
             rows.append(row)
             if row["status"] != "pass":
                 continue
