@@ -17,7 +17,7 @@ from specrig.engine.client import EngineClient
 from specrig.engine.errors import EngineError, classify, message
 from specrig.engine.limits import read
 from specrig.sim.faults import FAULTS
-from specrig.sim.testing import RunningSim, running_sim
+from specrig.sim.testing import RunningSim, running_sim, tiny_tokenizer
 
 STREAMED = [
     "early-role-chunk",
@@ -118,6 +118,12 @@ def body_of(packets: list[tuple[float, bytes]]) -> bytes:
 def payloads(packets: list[tuple[float, bytes]]) -> list[Any]:
     lines = [line[6:] for line in body_of(packets).split(b"\n") if line.startswith(b"data: ")]
     return ["[DONE]" if line == b"[DONE]" else json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer that loads at once, for tests that are not about text."""
+    return tiny_tokenizer(tmp_path_factory.mktemp("tiny") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -232,10 +238,10 @@ def _cut_inside(part: bytes) -> bool:
     return False
 
 
-def test_faults_of_the_server(tokenizer_dir: Path) -> None:
+def test_faults_of_the_server(tiny: Path) -> None:
     asked = ["spec-off", "concurrency-cap=2", "flush-refused", "stale-server=Other", "slow-first-request=2", "slow=50"]
     with (
-        running_sim(model_path=tokenizer_dir, sim_time_scale=0.15, sim_fault=asked, **TREE) as sim,
+        running_sim(model_path=tiny, sim_time_scale=0.15, sim_fault=asked, **TREE) as sim,
         EngineClient(sim.url) as client,
     ):
         meta = [client.generate(text="Hi", max_new_tokens=6)["meta_info"] for _ in range(2)]
@@ -252,9 +258,9 @@ def test_faults_of_the_server(tokenizer_dir: Path) -> None:
         assert 1.45 < client.server_info()["sim_launch_factor"] < 1.55
 
 
-def test_flush_that_keeps_the_cache_and_diverging_output(tokenizer_dir: Path) -> None:
+def test_flush_that_keeps_the_cache_and_diverging_output(tiny: Path) -> None:
     asked = ["flush-kept", "diverge=0.5"]
-    with running_sim(model_path=tokenizer_dir, sim_time_scale=0.15, sim_fault=asked, **TREE) as sim:
+    with running_sim(model_path=tiny, sim_time_scale=0.15, sim_fault=asked, **TREE) as sim:
         with EngineClient(sim.url) as client:
             ids = list(range(500, 700))
             client.generate(input_ids=ids)
@@ -263,12 +269,12 @@ def test_flush_that_keeps_the_cache_and_diverging_output(tokenizer_dir: Path) ->
         assert sim.truth_of("kept")["diverged_at"] is not None
 
 
-def test_never_ready(tokenizer_dir: Path) -> None:
+def test_never_ready(tiny: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with (
-        running_sim(model_path=tokenizer_dir, port=port, sim_fault=["never-ready"], wait=False) as sim,
+        running_sim(model_path=tiny, port=port, sim_fault=["never-ready"], wait=False) as sim,
         EngineClient(sim.url) as client,
     ):
         until = time.monotonic() + 10
@@ -285,8 +291,8 @@ def test_never_ready(tokenizer_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["dies-at-first-request", "rank-dies=0.4"])
-def test_death(tokenizer_dir: Path, fault: str) -> None:
-    with running_sim(model_path=tokenizer_dir, sim_fault=[fault]) as sim:
+def test_death(tiny: Path, fault: str) -> None:
+    with running_sim(model_path=tiny, sim_fault=[fault]) as sim:
         with EngineClient(sim.url) as client:
             assert client.ready()
             if fault.startswith("dies"):
@@ -303,7 +309,7 @@ def test_every_fault_is_tested_here() -> None:
     assert named | elsewhere == set(FAULTS)
 
 
-def test_drift_slows_steps(tokenizer_dir: Path) -> None:
+def test_drift_slows_steps(tiny: Path) -> None:
     import argparse
 
     from specrig.sim.config import build
@@ -313,7 +319,7 @@ def test_drift_slows_steps(tokenizer_dir: Path) -> None:
     parser = argparse.ArgumentParser()
     add_server_arguments(parser)
     add_simulation_arguments(parser)
-    flags = ["--model-path", str(tokenizer_dir), "--sim-no-devices", "--sim-noise", "0", "--sim-fault", "drift=10"]
+    flags = ["--model-path", str(tiny), "--sim-no-devices", "--sim-noise", "0", "--sim-fault", "drift=10"]
     times = StepTimes(build(parser.parse_args(flags)))
     assert times.decode([1024], 120.0) == pytest.approx(times.decode([1024], 0.0) * 1.2)
 

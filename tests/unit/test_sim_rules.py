@@ -350,6 +350,23 @@ class TestConfig:
                     assert mine.label == found["label"]
         assert {"autoregressive", "dflash", "ddtree"} <= seen
 
+    def test_a_rendered_command_line_is_taken(self, tokenizer_dir: Path) -> None:
+        from specrig.facts import dialects
+
+        profile = {
+            "model": "Qwen3.6-27B",
+            "tp": 4,
+            "method": "ddtree",
+            "budget": 15,
+            "context_length": 131072,
+            "port": 31001,
+            "draft_model": "/srv/models/draft",
+        }
+        rendered = dialects.command(profile, str(tokenizer_dir), "0.0.0.0")
+        made = config(tokenizer_dir, *rendered)
+        assert (made.tp_size, made.context_length, made.port) == (4, 131072, 31001)
+        assert (made.method.label, made.model_name) == ("ddtree-b15", "Qwen3.6-27B")
+
     def test_titles(self) -> None:
         assert titles(1) == ["sglang::scheduler"]
         assert titles(2) == ["sglang::scheduler_TP0", "sglang::scheduler_TP1"]

@@ -22,7 +22,7 @@ import pytest
 from specrig.engine.client import EngineClient
 from specrig.engine.errors import EngineError
 from specrig.engine.limits import read
-from specrig.sim.testing import RunningSim, running_sim
+from specrig.sim.testing import RunningSim, running_sim, tiny_tokenizer
 
 TREE = {
     "speculative_algorithm": "DDTREE",
@@ -31,6 +31,12 @@ TREE = {
 }
 SCALE = 0.15
 """An autoregressive step at TP 1 is then about 5.6 ms of wall time."""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer that loads at once, for tests that are not about text."""
+    return tiny_tokenizer(tmp_path_factory.mktemp("tiny") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -377,6 +383,14 @@ class TestSchedule:
         assert 'sglang:max_total_num_tokens{engine_type="unified",model_name="Qwen3.6-27B"' in text
         assert "simulated" in text.splitlines()[0]
 
+    def test_requests_sent_ahead_are_answered_in_order(self, plain: RunningSim) -> None:
+        body = b'{"text":"a","sampling_params":{"max_new_tokens":3}}'
+        post = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+        with socket.create_connection(("127.0.0.1", plain.port), timeout=5) as raw:
+            raw.sendall(post + b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            data = b"".join(iter(lambda: raw.recv(65536), b""))
+        assert 0 < data.index(b"output_ids") < data.index(b"max_model_len")
+
     def test_unknown_routes(self, plain: RunningSim) -> None:
         assert httpx.get(plain.url + "/nothing").status_code == 404
         assert httpx.get(plain.url + "/generate").status_code == 405
@@ -394,8 +408,8 @@ class TestSchedule:
             client.wait_ready(5, model="other")
 
 
-def test_natural_end(tokenizer_dir: Path) -> None:
-    with running_sim(model_path=tokenizer_dir, sim_natural_tokens=20, sim_time_scale=SCALE, api_key="k") as sim:
+def test_natural_end(tiny: Path) -> None:
+    with running_sim(model_path=tiny, sim_natural_tokens=20, sim_time_scale=SCALE, api_key="k") as sim:
         assert httpx.get(sim.url + "/v1/models").status_code == 401
         client = connect(sim.url, "k")
         ended = client.generate(text="Hello", max_new_tokens=300, ignore_eos=False)
@@ -409,8 +423,8 @@ def test_natural_end(tokenizer_dir: Path) -> None:
 
 
 class TestProcesses:
-    def test_titles_and_stop(self, tokenizer_dir: Path) -> None:
-        with running_sim(model_path=tokenizer_dir, tp_size=2) as sim:
+    def test_titles_and_stop(self, tiny: Path) -> None:
+        with running_sim(model_path=tiny, tp_size=2) as sim:
             titles = [Path(f"/proc/{rank['pid']}/cmdline").read_bytes().rstrip(b"\0") for rank in sim.ranks]
             assert titles == [b"sglang::scheduler_TP0", b"sglang::scheduler_TP1", b"sglang::detokenizer"]
             begun = time.monotonic()
@@ -419,14 +433,14 @@ class TestProcesses:
             assert time.monotonic() - begun < 2
             assert not any(Path(f"/proc/{rank['pid']}").exists() for rank in sim.ranks)
 
-    def test_a_dead_rank_takes_the_server_down(self, tokenizer_dir: Path) -> None:
-        with running_sim(model_path=tokenizer_dir, tp_size=2) as sim:
+    def test_a_dead_rank_takes_the_server_down(self, tiny: Path) -> None:
+        with running_sim(model_path=tiny, tp_size=2) as sim:
             os.kill(sim.ranks[1]["pid"], signal.SIGKILL)
             assert sim.process.wait(5) == 1
             assert not Path(f"/proc/{sim.ranks[0]['pid']}").exists()
 
-    def test_ranks_die_with_the_server(self, tokenizer_dir: Path) -> None:
-        with running_sim(model_path=tokenizer_dir) as sim:
+    def test_ranks_die_with_the_server(self, tiny: Path) -> None:
+        with running_sim(model_path=tiny) as sim:
             sim.process.kill()
             sim.process.wait()
             until = time.monotonic() + 5
@@ -434,10 +448,10 @@ class TestProcesses:
                 time.sleep(0.01)
             assert not any(_alive(rank["pid"]) for rank in sim.ranks)
 
-    def test_no_gpu_here(self, tokenizer_dir: Path) -> None:
+    def test_no_gpu_here(self, tiny: Path) -> None:
         if Path("/dev/nvidiactl").exists():
             pytest.skip("this machine has an NVIDIA driver")
-        done = _run("--model-path", str(tokenizer_dir), "--port", "0")
+        done = _run("--model-path", str(tiny), "--port", "0")
         assert done.returncode == 1
         assert done.stderr.splitlines() == [
             "specrig sim: Scheduler hit an exception: sglang::scheduler: RuntimeError: No CUDA GPUs are available "
@@ -455,20 +469,34 @@ class TestProcesses:
             (["--model-path", "/nowhere"], "--model-path /nowhere is not a folder"),
         ],
     )
-    def test_bad_input_is_one_line(self, tokenizer_dir: Path, flags: list[str], says: str) -> None:
-        given = [] if "--model-path" in flags else ["--model-path", str(tokenizer_dir)]
+    def test_bad_input_is_one_line(self, tiny: Path, flags: list[str], says: str) -> None:
+        given = [] if "--model-path" in flags else ["--model-path", str(tiny)]
         done = _run(*given, "--sim-no-devices", *flags)
         assert done.returncode == 2
         assert len(done.stderr.splitlines()) == 1
         assert says in done.stderr
 
-    def test_port_taken(self, tokenizer_dir: Path, plain: RunningSim) -> None:
-        done = _run("--model-path", str(tokenizer_dir), "--sim-no-devices", "--port", str(plain.port))
+    def test_port_taken(self, tiny: Path, plain: RunningSim) -> None:
+        done = _run("--model-path", str(tiny), "--sim-no-devices", "--port", str(plain.port))
         assert done.returncode == 2
         assert done.stderr == (
             f"specrig sim: can't listen on 127.0.0.1:{plain.port}: Address already in use; is another server on this "
             "port?\n"
         )
+
+    def test_truth_that_cannot_be_written(self, tiny: Path, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        truth = tmp_path / "file" / "truth.jsonl"
+        done = _run("--model-path", str(tiny), "--sim-no-devices", "--port", "0", "--sim-truth", str(truth))
+        assert done.returncode == 2
+        assert len(done.stderr.splitlines()) == 1
+        assert f"--sim-truth {truth} can't be written" in done.stderr
+
+    def test_no_tokenizer(self, tmp_path: Path) -> None:
+        done = _run("--model-path", str(tmp_path), "--sim-no-devices", "--port", "0")
+        assert done.returncode == 1
+        assert len(done.stderr.splitlines()) == 1
+        assert "the server can't start" in done.stderr
 
     def test_list_faults(self) -> None:
         done = _run("--list-faults")

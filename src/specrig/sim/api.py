@@ -600,6 +600,8 @@ class Server:
             scheduler.refuse(request, finish)
             return
         connection.on_lost = lambda: scheduler.drop(request)
+        if not request.stream:
+            connection.hold()
         scheduler.submit(request)
 
 

@@ -194,6 +194,14 @@ def _kv_tokens(args: argparse.Namespace) -> int:
     return pool // int(args.page_size) * int(args.page_size)
 
 
+def _environment(name: str) -> float | None:
+    text = os.environ.get(name, "")
+    try:
+        return float(text) if text else None
+    except ValueError:
+        raise UsageError(f"{name} is {text!r}; expected a number") from None
+
+
 def build(args: argparse.Namespace) -> Config:
     """Check the flags and resolve them.
 
@@ -255,8 +263,8 @@ def build(args: argparse.Namespace) -> Config:
     gpu_ids = None
     if not args.sim_no_devices and args.device == "cuda":
         gpu_ids = [args.base_gpu_id + rank * args.gpu_id_step for rank in range(args.tp_size)]
-    limit = os.environ.get("SGLANG_MAX_NEW_TOKENS_LIMIT", "")
-    accept = os.environ.get("SGLANG_SIMULATE_ACC_LEN", "")
+    limit = _environment("SGLANG_MAX_NEW_TOKENS_LIMIT")
+    accept = _environment("SGLANG_SIMULATE_ACC_LEN")
     return Config(
         args=flat,
         method=method,
@@ -289,8 +297,8 @@ def build(args: argparse.Namespace) -> Config:
         truth=Path(args.sim_truth) if args.sim_truth else None,
         profile=args.sim_profile or os.environ.get("SPECRIG_PROFILE") or None,
         faults=faults,
-        new_tokens_limit=int(limit) if limit.isdecimal() and int(limit) > 0 else None,
-        simulated_accept_length=float(accept) if accept and float(accept) > 0 else None,
+        new_tokens_limit=int(limit) if limit is not None and limit > 0 else None,
+        simulated_accept_length=accept if accept is not None and accept > 0 else None,
         json_log=args.json,
         command=shlex.join(["specrig", "sim", *_given()]),
     )

@@ -38,6 +38,7 @@ class Call:
     headers: dict[str, str]
     body: bytes
     at: float
+    keep_alive: bool = True
 
 
 class Handler(Protocol):
@@ -64,6 +65,7 @@ class Connection(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
         self._keep_alive = True
         self._streaming = False
+        self._held = False
         self.on_lost: Callable[[], None] | None = None
 
     # -- asyncio -------------------------------------------------------------------------------------------------
@@ -126,8 +128,8 @@ class Connection(asyncio.Protocol):
             headers=self._headers,
             body=b"".join(self._body),
             at=self._clock(),
+            keep_alive=self._parser.should_keep_alive(),
         )
-        self._keep_alive = self._parser.should_keep_alive()
         self._backlog.append(call)
         self._next()
 
@@ -136,6 +138,7 @@ class Connection(asyncio.Protocol):
             self._task = asyncio.get_running_loop().create_task(self._answer(self._backlog.popleft()))
 
     async def _answer(self, call: Call) -> None:
+        self._keep_alive = call.keep_alive
         try:
             await self._handler(call, self)
         except Exception:
@@ -146,7 +149,7 @@ class Connection(asyncio.Protocol):
                 self.respond(500, b"Internal Server Error", "text/plain; charset=utf-8")
         finally:
             self._task = None
-            if self._transport is not None and not self._streaming:
+            if self._transport is not None and not self._streaming and not self._held:
                 self._next()
 
     # -- answers -------------------------------------------------------------------------------------------------
@@ -171,6 +174,13 @@ class Connection(asyncio.Protocol):
         self._transport.write(self._head(status, f"content-length: {len(body)}\r\n{kind}{close}") + body)
         if not self._keep_alive:
             self._transport.close()
+        elif self._held:
+            self._held = False
+            self._next()
+
+    def hold(self) -> None:
+        """The answer comes later: keep what the client sent after this request until then."""
+        self._held = True
 
     def start_stream(self, status: int = 200) -> None:
         """The head of an event stream."""

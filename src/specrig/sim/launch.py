@@ -11,6 +11,7 @@ import select
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specrig.errors import UsageError
@@ -48,6 +49,8 @@ def launch(args: argparse.Namespace) -> int:
     """
     begun = time.monotonic()
     config = build(args)
+    if config.truth is not None:
+        _writable(config.truth)
     log = _Log(as_json=config.json_log)
     log("start", f"specrig sim (simulated, not a GPU): {config.command}", simulated=True)
     fault = config.faults.get("wrong-gpus")
@@ -61,6 +64,17 @@ def launch(args: argparse.Namespace) -> int:
         return _serve(config, ranks, log, begun)
     finally:
         stop(ranks)
+
+
+def _writable(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644))
+    except OSError as error:
+        raise UsageError(
+            f"--sim-truth {path} can't be written: {os.strerror(error.errno or 0)}; give a file in a folder that this "
+            "user may write"
+        ) from error
 
 
 def _serve(config: Config, ranks: list[Rank], log: _Log, begun: float) -> int:
@@ -104,6 +118,8 @@ async def _main(config: Config, ranks: list[Rank], log: _Log, begun: float) -> i
     code, why = await ended
     server.status = "stopping"
     log("stop" if code == 0 else "died", why)
+    if code != 0:
+        print(f"specrig sim: {why}", file=sys.stderr)
     opening.cancel()
     listener.close()
     if server.scheduler is not None:
@@ -133,20 +149,23 @@ def _watch(loop: asyncio.AbstractEventLoop, rank: Rank, end: Any) -> int:
 
 
 async def _open(server: Server, config: Config, log: _Log, end: Any) -> None:
-    """Load the tokenizer and become ready."""
+    """Load the tokenizer and become ready; whatever fails ends the server."""
+    try:
+        await _load(server, config, log)
+    except Exception as error:
+        end(1, f"the server can't start: {error}")
+
+
+async def _load(server: Server, config: Config, log: _Log) -> None:
     from specrig.sim.scheduler import Scheduler
     from specrig.sim.text import vocabulary
     from specrig.tokens.tokenizer import load
 
     loop = asyncio.get_running_loop()
-    try:
-        tokenizer = await asyncio.to_thread(load, str(config.args["tokenizer_path"]))
-        words = await asyncio.to_thread(vocabulary, tokenizer)
-        if tokenizer.has_template:
-            await asyncio.to_thread(tokenizer.chat_ids, [{"role": "user", "content": "warm"}])
-    except Exception as error:
-        end(1, f"the tokenizer in {config.args['tokenizer_path']} can't be loaded: {error}")
-        return
+    tokenizer = await asyncio.to_thread(load, str(config.args["tokenizer_path"]))
+    words = await asyncio.to_thread(vocabulary, tokenizer)
+    if tokenizer.has_template:
+        await asyncio.to_thread(tokenizer.chat_ids, [{"role": "user", "content": "warm"}])
 
     def kill_rank() -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -548,7 +548,6 @@ class _TruthFile:
     """Appends one line a request, each in one write."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def write(self, row: dict[str, Any]) -> None:

@@ -61,6 +61,37 @@ class RunningSim:
         raise KeyError(f"the truth has no request {rid}")
 
 
+_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+
+
+def tiny_tokenizer(folder: Path) -> Path:
+    """Write a tokenizer of one token a byte, with a chat template: a server with it starts in half the time.
+
+    Args:
+        folder: made if it is not there.
+
+    Returns:
+        The folder.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(text, special=True) for text in ("<|im_start|>", "<|im_end|>")])
+    made.add_tokens([AddedToken(text, special=False) for text in ("<think>", "</think>")])
+    folder.mkdir(parents=True, exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": _TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
 def arguments(flags: Mapping[str, Any]) -> list[str]:
     """Keyword flags as a command line: ``tp_size=4`` is ``--tp-size 4``, True a bare flag, a list repeats it."""
     line: list[str] = []
