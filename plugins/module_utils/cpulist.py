@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import re
+from typing import Iterable
 
 _PART = re.compile(r"^(\d+)(?:-(\d+)(?::(\d+)/(\d+))?)?$")
 _MOST = 1 << 20
 
 
-def parse(text):
+def parse(text: str) -> list[int]:
     """Return the sorted, distinct numbers that a list names.
 
     Takes what the kernel prints (``0-63,128-191``), what tools print (``0 1 2``, ``0-0,8-8``) and the kernel's
@@ -39,7 +40,7 @@ def parse(text):
     return sorted(numbers)
 
 
-def format(numbers):
+def format(numbers: Iterable[int]) -> str:
     """Return the shortest list text for the numbers: ``[0, 1, 2, 8]`` is ``0-2,8``."""
     parts = []
     for number in sorted(set(numbers)):

@@ -16,6 +16,7 @@ Numbers are integers or ``budget``, ``budget+N``, ``block_size``, ``block_size-N
 from __future__ import annotations
 
 import re
+from typing import Any
 
 _DFLASH = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", "{draft_model}"]
 
@@ -141,7 +142,7 @@ class DialectError(ValueError):
     """A method, budget or dialect that cannot be turned into flags; the text is one line for the user."""
 
 
-def _number(value, known, where):
+def _number(value: Any, known: dict[str, int | None], where: str) -> int | None:
     if value is None or (isinstance(value, int) and not isinstance(value, bool)):
         return value
     text = str(value).strip()
@@ -163,7 +164,7 @@ def _number(value, known, where):
     return base + step if match.group(2) != "-" else base - step
 
 
-def _row(method, overrides):
+def _row(method: str, overrides: Any) -> tuple[str, str | None, dict[str, Any]]:
     """Return (canonical method, dialect name, merged row)."""
     overrides = overrides or {}
     if not isinstance(overrides, dict):
@@ -210,7 +211,7 @@ def _row(method, overrides):
     return name, chosen, row
 
 
-def _fill(flag, known, name):
+def _fill(flag: Any, known: dict[str, int | None], name: str) -> str:
     text = str(flag)
     for place in _PLACE.findall(text):
         if place == "draft_model":
@@ -221,7 +222,7 @@ def _fill(flag, known, name):
     return text
 
 
-def resolve(method, budget, overrides=None):
+def resolve(method: str, budget: int | None, overrides: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return what a method means for the engine and for the arithmetic.
 
     Args:
@@ -266,7 +267,7 @@ def resolve(method, budget, overrides=None):
     }
 
 
-def command(profile, model_path, host, overrides=None):
+def command(profile: dict[str, Any], model_path: str, host: str, overrides: dict[str, Any] | None = None) -> list[str]:
     """Return the SGLang arguments of a profile, to follow the engine's own command.
 
     Option names are written out in full: SGLang's parser accepts prefixes, and a prefix that is unique today is an

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from . import guestconf, numa, procfs, smi, topo
 from .text import clean
 
@@ -11,13 +13,13 @@ class NotRecognised(ValueError):
     """The text is of no kind that is known; the text of the error is one line for the user."""
 
 
-def _gpu(**facts):
+def _gpu(**facts: Any) -> dict[str, Any]:
     row = smi.gpu()
     row.update(facts)
     return row
 
 
-def _topo(text):
+def _topo(text: str) -> dict[str, Any]:
     facts = topo.parse(text)
     gpus = [
         _gpu(index=g["index"], numa_nodes=g["numa_nodes"], cpus=g["cpus"], gpu_numa_id=g["gpu_numa_id"])
@@ -26,7 +28,7 @@ def _topo(text):
     return {"kind": "topo", "gpus": gpus, "nics": facts["nics"], "links": facts["links"], "problems": facts["problems"]}
 
 
-def _smi_csv(text):
+def _smi_csv(text: str) -> dict[str, Any]:
     parsed = smi.parse_csv(text)
     if "pid" in parsed["columns"]:
         return {
@@ -45,7 +47,7 @@ def _smi_csv(text):
     }
 
 
-def _devices(text):
+def _devices(text: str) -> dict[str, Any]:
     names = procfs.parse_device_names(text)["char"]
     majors = procfs.parse_devices(text)
     problems = []
@@ -62,7 +64,7 @@ def _devices(text):
     return {"kind": "proc-devices", "majors": majors, "other_nvidia": others, "problems": problems}
 
 
-def config_problems(facts):
+def config_problems(facts: dict[str, Any]) -> list[str]:
     """Return what is wrong with a guest config, one text each."""
     problems = ["%s has no effect on cgroup v2: write lxc.cgroup2" % text for text in facts["v1_keys"]]
     problems += ["stands twice: %s" % text for text in facts["duplicates"]]
@@ -89,7 +91,7 @@ def config_problems(facts):
     return problems
 
 
-def _config(text):
+def _config(text: str) -> dict[str, Any]:
     facts = guestconf.parse(text)
     problems = config_problems(facts)
     if "ANSIBLE MANAGED BLOCK\n# END" in clean(text):
@@ -107,7 +109,7 @@ def _config(text):
     }
 
 
-def _numa(text):
+def _numa(text: str) -> dict[str, Any]:
     facts = numa.parse(text)
     gpus = [
         _gpu(
@@ -125,7 +127,7 @@ def _numa(text):
     }
 
 
-def _information(text):
+def _information(text: str) -> dict[str, Any]:
     facts = procfs.parse_information(text)
     row = _gpu(bus_id=facts["bus_id"], minor=facts["minor"], uuid=facts["uuid"], name=facts["name"])
     problems = []
@@ -136,7 +138,7 @@ def _information(text):
     return {"kind": "gpu-information", "gpus": [row], "problems": problems}
 
 
-def _listing(text):
+def _listing(text: str) -> dict[str, Any]:
     nodes = procfs.parse_ls(text)
     majors = dict.fromkeys(("nvidia", "nvidia-uvm", "nvidia-caps"))
     for node in nodes:
@@ -155,12 +157,12 @@ def _listing(text):
     return {"kind": "dev-listing", "nodes": nodes, "majors": majors, "problems": problems}
 
 
-def _version(text):
+def _version(text: str) -> dict[str, Any]:
     facts = procfs.parse_version(text)
     return {"kind": "driver-version", "driver": facts, "problems": []}
 
 
-def explain(text, name=""):
+def explain(text: str, name: str = "") -> dict[str, Any]:
     """Return ``kind``, ``problems`` and the facts of one captured output; what it does not hold is None.
 
     Args:

@@ -16,9 +16,11 @@ and device rules that merely look stale. Those are reported.
 from __future__ import annotations
 
 import re
+from typing import Any, Iterable, Sequence, Tuple
 
 from .text import clean
 
+Pair = Tuple[str, str]
 _PAIR = {
     "lxc": re.compile(r"^\s*(lxc\.[A-Za-z0-9_.\-]+)\s*=\s*(.*?)\s*$"),
     "pve": re.compile(r"^(lxc\.[A-Za-z0-9_.\-]+)\s*[:=]\s*(.*?)\s*$|^([a-z][a-z_]*\d*):\s*(.*?)\s*$"),
@@ -31,7 +33,7 @@ MOUNT = "lxc.mount.entry"
 _DYNAMIC = (range(234, 255), range(384, 512))
 
 
-def style_of(text):
+def style_of(text: str) -> str | None:
     """Return ``pve``, ``lxc`` or None, by what the lines look like."""
     votes = {"lxc": 0, "pve": 0}
     for line in clean(text).split("\n"):
@@ -51,7 +53,7 @@ def style_of(text):
     return "pve" if votes["pve"] >= votes["lxc"] else "lxc"
 
 
-def _pair(line, style):
+def _pair(line: str, style: str) -> Pair | None:
     if line.lstrip().startswith("#"):
         return None
     match = _PAIR[style].match(line.rstrip("\r\n"))
@@ -61,12 +63,12 @@ def _pair(line, style):
     return key, " ".join(value.split())
 
 
-def _split(text):
+def _split(text: str) -> list[str]:
     """Return the lines with their own ends; only newline ends a line."""
     return re.findall(r"[^\n]*\n|[^\n]+$", text)
 
 
-def _main_length(lines, style):
+def _main_length(lines: list[str], style: str) -> int:
     """Return how many lines the main section has; plain LXC has no other."""
     if style != "pve":
         return len(lines)
@@ -76,7 +78,7 @@ def _main_length(lines, style):
     return len(lines)
 
 
-def _mount_target(key, value):
+def _mount_target(key: str, value: str) -> str | None:
     """Return the path inside the guest that a mount line covers, without leading slash; None for other lines."""
     if key == MOUNT:
         fields = value.split()
@@ -87,7 +89,7 @@ def _mount_target(key, value):
     return None
 
 
-def rule(value):
+def rule(value: str) -> dict[str, Any] | None:
     """Return {type, major, minor, access} of a device rule's value; a wildcard is None, ``a`` has only nulls."""
     match = _RULE.match(" ".join(value.split()))
     if not match:
@@ -101,7 +103,7 @@ def rule(value):
     }
 
 
-def device_rule(major, minor):
+def device_rule(major: int, minor: int) -> str:
     """Return the rule that opens one node: no other minor, and no mknod.
 
     The text matters: a running guest's rule can only be taken back with the text that granted it.
@@ -109,7 +111,7 @@ def device_rule(major, minor):
     return "c %d:%d rw" % (major, minor)
 
 
-def node_lines(nodes):
+def node_lines(nodes: Iterable[dict[str, Any]]) -> list[Pair]:
     """Return the (key, value) pairs that hand device nodes to a guest: one rule and one bind mount for each.
 
     Args:
@@ -125,7 +127,7 @@ def node_lines(nodes):
     return lines
 
 
-def folder_line(source, target, read_only=True):
+def folder_line(source: str, target: str, read_only: bool = True) -> Pair:
     """Return the (key, value) pair that binds a host folder into a guest."""
     for path in (source, target):
         if not path.startswith("/") or re.search(r"\s", path):
@@ -134,7 +136,9 @@ def folder_line(source, target, read_only=True):
     return MOUNT, "%s %s none %s 0 0" % (source.rstrip("/"), target.strip("/"), options)
 
 
-def _is_stale(found, majors, names):
+def _is_stale(
+    found: dict[str, Any] | None, majors: dict[str, int | None] | None, names: dict[int, list[str]] | None
+) -> bool | None:
     """Tell whether a rule names a major that no NVIDIA driver has now; None where that cannot be known."""
     if found is None or found["type"] != "c" or found["major"] is None or majors is None:
         return None
@@ -148,7 +152,12 @@ def _is_stale(found, majors, names):
     return not any(name.startswith("nvidia") for name in owner)
 
 
-def parse(text, style=None, majors=None, names=None):
+def parse(
+    text: str,
+    style: str | None = None,
+    majors: dict[str, int | None] | None = None,
+    names: dict[int, list[str]] | None = None,
+) -> dict[str, Any]:
     """Return what a guest's configuration says about devices.
 
     Args:
@@ -234,7 +243,9 @@ def parse(text, style=None, majors=None, names=None):
     return result
 
 
-def converge(text, style, wanted, owned=()):
+def converge(
+    text: str, style: str, wanted: Iterable[Sequence[str]], owned: Iterable[Sequence[str]] = ()
+) -> tuple[str, dict[str, Any]]:
     """Return (new text, report): our lines as wanted, every other byte as it was.
 
     Args:
@@ -290,16 +301,16 @@ def converge(text, style, wanted, owned=()):
     return "".join(keep + lines[length:]), report
 
 
-def _newline(lines):
+def _newline(lines: list[str]) -> str:
     ends = [line.endswith("\r\n") for line in lines if line.endswith("\n")]
     return "\r\n" if ends and all(ends) else "\n"
 
 
-def _render(pair, style, newline):
+def _render(pair: Pair, style: str, newline: str) -> str:
     return "%s%s%s%s" % (pair[0], " = " if style == "lxc" else ": ", pair[1], newline)
 
 
-def _insert(lines, new, newline):
+def _insert(lines: list[str], new: list[str], newline: str) -> list[str]:
     """Put the new lines after the last line of the main section that is not blank."""
     place = len(lines)
     while place and not lines[place - 1].strip():

@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import re
+from typing import Any, Dict
 
 from . import cpulist, numa, procfs, smi, topo
 
+Facts = Dict[str, Any]
 SCHEMA = 1
 
 
-def _answer(raw, name):
+def _answer(raw: Facts, name: str) -> tuple[str, None] | tuple[None, str]:
     """Return (output, None) of a command that worked, or (None, reason)."""
     result = raw.get("commands", {}).get(name)
     if result is None:
@@ -34,7 +36,7 @@ def _answer(raw, name):
     return text, None
 
 
-def _driver(raw, unknown):
+def _driver(raw: Facts, unknown: dict[str, str]) -> Facts:
     driver = {"module_version": None, "library_version": raw.get("library_version"), "flavor": None}
     text = raw["files"].get("/proc/driver/nvidia/version")
     if text is None:
@@ -51,7 +53,7 @@ def _driver(raw, unknown):
     return driver
 
 
-def _informations(raw):
+def _informations(raw: Facts) -> dict[str, Facts]:
     found = []
     for path, text in sorted(raw["files"].items()):
         if re.match(r"^/proc/driver/nvidia/gpus/[^/]+/information$", path):
@@ -62,12 +64,12 @@ def _informations(raw):
     return {row["bus_id"]: row for row in found if row["bus_id"]}
 
 
-def _numa_node(raw, bus):
+def _numa_node(raw: Facts, bus: str | None) -> int | None:
     text = raw["files"].get("/sys/bus/pci/devices/%s/numa_node" % bus, "").strip()
     return int(text) if re.match(r"^\d+$", text) else None
 
 
-def _gpus(raw, problems, unknown):
+def _gpus(raw: Facts, problems: list[str], unknown: dict[str, str]) -> tuple[list[Facts], dict[str, str]]:
     """Return (GPUs, links). Where nvidia-smi is silent the driver's own list stands in, in order of bus id."""
     informations = _informations(raw)
     text, reason = _answer(raw, "smi-gpus")
@@ -118,7 +120,7 @@ def _gpus(raw, problems, unknown):
     return gpus, links
 
 
-def _numa(raw, unknown):
+def _numa(raw: Facts, unknown: dict[str, str]) -> list[Facts]:
     rows = []
     siblings = {}
     for path, text in raw["files"].items():
@@ -150,7 +152,7 @@ def _numa(raw, unknown):
     return sorted(rows, key=lambda row: row["node"])
 
 
-def _processes(raw, gpus, unknown):
+def _processes(raw: Facts, gpus: list[Facts], unknown: dict[str, str]) -> list[Facts]:
     text, reason = _answer(raw, "smi-apps")
     rows = []
     if reason is None:
@@ -186,7 +188,7 @@ def _processes(raw, gpus, unknown):
     return sorted(found, key=lambda p: (p["gpu_index"] is None, p["gpu_index"] or 0, p["pid"]))
 
 
-def _units(raw, processes):
+def _units(raw: Facts, processes: list[Facts]) -> list[Facts]:
     """Return [{guest, unit, profile, pids, listed}]; listed tells whether nvidia-smi shows one of its processes."""
     on_gpu = {process["pid"] for process in processes}
     found = {}
@@ -198,7 +200,7 @@ def _units(raw, processes):
     return [dict(row, listed=bool(on_gpu.intersection(row["pids"]))) for row in rows if row["unit"]]
 
 
-def _guests(raw, unknown):
+def _guests(raw: Facts, unknown: dict[str, str]) -> list[Facts]:
     rows = []
     for name, facts in sorted(raw.get("guests", {}).items()):
         text, reason = _answer(raw, "guest:" + name)
@@ -221,7 +223,7 @@ def _guests(raw, unknown):
     return rows
 
 
-def _node_problems(nodes, majors):
+def _node_problems(nodes: list[Facts], majors: dict[str, int | None]) -> list[str]:
     problems = []
     for node in nodes:
         name = node["path"]
@@ -244,7 +246,7 @@ def _node_problems(nodes, majors):
     return problems
 
 
-def _driver_problems(raw, driver, gpus, unknown):
+def _driver_problems(raw: Facts, driver: Facts, gpus: list[Facts], unknown: dict[str, str]) -> list[str]:
     problems = []
     module, library = driver["module_version"], driver["library_version"]
     if module and library and module != library:
@@ -261,7 +263,7 @@ def _driver_problems(raw, driver, gpus, unknown):
     return problems
 
 
-def assemble(raw, simulated=False):
+def assemble(raw: Facts, simulated: bool = False) -> Facts:
     """Return the look, schema 1, of what ``probe.gather`` or a capture holds. Pure.
 
     Returns:

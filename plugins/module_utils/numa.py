@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from . import cpulist
 from .text import bus_id, clean
@@ -14,7 +15,7 @@ _SYSFS_GPU = re.compile(r"^/sys/bus/pci/devices/([0-9a-fA-F:.]+)/numa_node[:\s]+
 _SYSFS_NODE = re.compile(r"^/sys/devices/system/node/node(\d+)/cpulist[:\s]+([\d,\-]*)\s*$")
 
 
-def node_row(node, cpu_list=None, memory_mib=None):
+def node_row(node: int, cpu_list: list[int] | None = None, memory_mib: int | None = None) -> dict[str, Any]:
     """Return a node in the shape of the look; CPUs that are not known are None, no CPUs is an empty list."""
     return {
         "node": node,
@@ -25,7 +26,7 @@ def node_row(node, cpu_list=None, memory_mib=None):
     }
 
 
-def parse(text):
+def parse(text: str) -> dict[str, Any]:
     """Return {"numa": [...], "gpus": [{bus_id, numa_node}], "problems": [...]}.
 
     Raises:

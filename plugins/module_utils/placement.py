@@ -9,16 +9,19 @@ host sees on its GPUs. Neither ever makes up a NUMA node: where the host does no
 from __future__ import annotations
 
 import itertools
+from typing import Any, Dict, Iterable, Sequence, Tuple
 
 from . import cpulist
 
+Facts = Dict[str, Any]
+Links = Dict[Tuple[int, int], str]
 _LINK_COST = {"PIX": 10, "PXB": 20, "PHB": 30, "NODE": 40, "SYS": 50, "SOC": 50}
 _UNKNOWN_LINK = 50
 _MOST_GROUPS = 20000
 _IDLE_MIB = 1024
 
 
-def ids(numbers):
+def ids(numbers: Iterable[int | None]) -> str:
     """Return a short text for GPU indices: ``1-4``; None stands for an unknown one."""
     numbers = list(numbers)
     known = cpulist.format([n for n in numbers if n is not None])
@@ -26,13 +29,13 @@ def ids(numbers):
     return text or "none"
 
 
-def gpus_text(numbers):
+def gpus_text(numbers: Iterable[int | None]) -> str:
     """Return ``GPU 0`` or ``GPUs 1-4``."""
     numbers = list(numbers)
     return "GPU%s %s" % ("" if len(numbers) == 1 else "s", ids(numbers))
 
 
-def nodes_text(nodes):
+def nodes_text(nodes: Iterable[int | None]) -> str:
     """Return ``NUMA node 0``, ``NUMA nodes 0,1`` or ``NUMA node unknown``."""
     nodes = list(nodes)
     distinct = sorted({n for n in nodes if n is not None})
@@ -40,7 +43,7 @@ def nodes_text(nodes):
     return "NUMA node%s %s" % ("s" if len(texts) > 1 else "", ",".join(texts))
 
 
-def gpu_node(gpu, look):
+def gpu_node(gpu: Facts, look: Facts) -> int | None:
     """Return the NUMA node whose CPUs a GPU is close to, or None where the host does not say.
 
     A list affinity (GB200: ``0,3-9,11-17``) names memory-only nodes too: its one member with CPUs counts.
@@ -59,11 +62,11 @@ def gpu_node(gpu, look):
     return listed[0] if len(listed) == 1 else None
 
 
-def _bus_order(gpu):
+def _bus_order(gpu: Facts) -> tuple[bool, str, int]:
     return (gpu.get("bus_id") is None, gpu.get("bus_id") or "", gpu["index"])
 
 
-def _unusable(look, profiles):
+def _unusable(look: Facts, profiles: Facts) -> dict[int, str]:
     """Return {gpu index: why it must not be used}."""
     reasons = {}
     by_gpu = {}
@@ -98,7 +101,7 @@ def _unusable(look, profiles):
     return reasons
 
 
-def _links(look):
+def _links(look: Facts) -> Links:
     links = {}
     for key, word in (look.get("links") or {}).items():
         ends = tuple(sorted(int(part) for part in str(key).split("-")))
@@ -106,7 +109,7 @@ def _links(look):
     return links
 
 
-def _cost(group, links):
+def _cost(group: Iterable[int], links: Links) -> int:
     total = 0
     for pair in itertools.combinations(sorted(group), 2):
         word = links.get(pair)
@@ -117,7 +120,7 @@ def _cost(group, links):
     return total
 
 
-def _closest(free, size, links):
+def _closest(free: Iterable[int], size: int, links: Links) -> list[int]:
     """Return the group of that size with the closest links; the lowest indices where it makes no difference."""
     free = sorted(free)
     if not links or size in (1, len(free)):
@@ -126,11 +129,20 @@ def _closest(free, size, links):
     return list(min(groups, key=lambda group: (_cost(group, links), group)))
 
 
-def _whole(value, least=1):
+def _whole(value: Any, least: int = 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _choose(name, profile, gpus, nodes, free, why_not, links, disturbed):
+def _choose(
+    name: str,
+    profile: Facts,
+    gpus: dict[int, Facts],
+    nodes: dict[int, int | None],
+    free: set[int],
+    why_not: dict[int, str],
+    links: Links,
+    disturbed: dict[int | None, int],
+) -> tuple[list[int], None] | tuple[None, str]:
     """Return (group, None) or (None, one line); ``disturbed`` counts the GPUs of a node that others serve on."""
     tp = profile.get("tp")
     if not _whole(tp):
@@ -181,7 +193,16 @@ def _choose(name, profile, gpus, nodes, free, why_not, links, disturbed):
     )
 
 
-def _explicit(name, wanted, tp, numa, gpus, nodes, free, why_not):
+def _explicit(
+    name: str,
+    wanted: Any,
+    tp: int,
+    numa: str,
+    gpus: dict[int, Facts],
+    nodes: dict[int, int | None],
+    free: set[int],
+    why_not: dict[int, str],
+) -> tuple[list[int], None] | tuple[None, str]:
     if not isinstance(wanted, (list, tuple)) or not all(_whole(index, 0) for index in wanted):
         return None, "%s: gpus is %r; expected auto or a list of GPU indices as the host counts them" % (name, wanted)
     group = sorted(set(wanted))
@@ -210,11 +231,11 @@ def _explicit(name, wanted, tp, numa, gpus, nodes, free, why_not):
     return group, None
 
 
-def _or_unknown(node):
+def _or_unknown(node: int | None) -> str:
     return "unknown" if node is None else str(node)
 
 
-def _cores(numa_row):
+def _cores(numa_row: Facts) -> list[list[int]]:
     """Return the node's CPUs grouped by core, in order; a CPU without known siblings is its own core."""
     cpus = list(numa_row.get("cpu_list") or [])
     if not cpus and numa_row.get("cpus"):
@@ -230,19 +251,21 @@ def _cores(numa_row):
     return sorted(cores)
 
 
-def _cut(items, parts):
+def _cut(items: list[list[int]], parts: int) -> list[list[list[int]]]:
     """Cut a list into consecutive parts as even as can be."""
     return [items[i * len(items) // parts : (i + 1) * len(items) // parts] for i in range(parts)]
 
 
-def _flat(cores):
+def _flat(cores: Iterable[list[int]]) -> list[int]:
     return sorted(cpu for core in cores for cpu in core)
 
 
 class _NodeCpus:
     """How the CPUs of one node are shared out: per profile, and to the load client."""
 
-    def __init__(self, row, node_gpus, serving, benchmarks, take_over):
+    def __init__(
+        self, row: Facts, node_gpus: list[int], serving: list[str], benchmarks: list[str], take_over: bool
+    ) -> None:
         """Share out one node.
 
         Args:
@@ -276,13 +299,19 @@ class _NodeCpus:
         self.shares = {name: _flat(part) for name, part in shares.items()}
         self.client = _flat(parts[-1])
 
-    def of(self, name, group):
+    def of(self, name: str, group: list[int]) -> list[int]:
         if self.by_gpu is not None:
             return _flat(core for gpu in group if gpu in self.by_gpu for core in self.by_gpu[gpu])
         return self.shares[name]
 
 
-def plan(look, profiles, reserved=(), take_over=False, guest_gpus=None):
+def plan(
+    look: Facts,
+    profiles: dict[str, Any],
+    reserved: Iterable[int] = (),
+    take_over: bool = False,
+    guest_gpus: Sequence[int] | None = None,
+) -> Facts:
     """Place every profile, or say in one line why not.
 
     Profiles with ``serve: true`` come first, in the order in which they are declared, GPUs named explicitly before
@@ -321,7 +350,7 @@ def plan(look, profiles, reserved=(), take_over=False, guest_gpus=None):
     refused, groups, taken = {}, {}, {}
     nothing = (look.get("unknown") or {}).get("gpus")
 
-    def attempt(name, free, reasons, disturbed):
+    def attempt(name: str, free: set[int], reasons: dict[int, str], disturbed: dict[int | None, int]) -> None:
         profile = profiles[name]
         if not isinstance(profile, dict):
             refused[name] = "%s: the profile is %r; expected a mapping" % (name, profile)
@@ -382,7 +411,9 @@ def plan(look, profiles, reserved=(), take_over=False, guest_gpus=None):
     }
 
 
-def _with_cpus(look, nodes, groups, serving, take_over):
+def _with_cpus(
+    look: Facts, nodes: dict[int, int | None], groups: dict[str, list[int]], serving: list[str], take_over: bool
+) -> tuple[dict[str, Facts], str | None, list[str]]:
     """Return ({name: {cpus, cpus_shared}}, client CPU list text or None, notes)."""
     shares = {}
     for row in look.get("numa") or []:
@@ -414,7 +445,7 @@ def _with_cpus(look, nodes, groups, serving, take_over):
     return result, cpulist.format(client) or None, notes
 
 
-def verify(planned_profile, look, profile_name):
+def verify(planned_profile: Facts | None, look: Facts, profile_name: str) -> Facts:
     """Return the placement gate's row: where the host sees the profile's processes, against the plan.
 
     ``fail`` where a GPU, node or CPU differs from the plan or nothing runs, ``unknown`` where the host cannot tell.
@@ -461,7 +492,16 @@ def verify(planned_profile, look, profile_name):
     return row
 
 
-def _judge(row, planned, processes, seen_gpus, seen_nodes, gpus, look, unit):
+def _judge(
+    row: Facts,
+    planned: Facts | None,
+    processes: list[Facts],
+    seen_gpus: list[int],
+    seen_nodes: list[int | None],
+    gpus: dict[int, Facts],
+    look: Facts,
+    unit: str,
+) -> tuple[str, str]:
     expected = row["expected"]
     if not planned or not expected["gpus"]:
         return "fail", "no placement is planned for it; correct the profile (specrig topology shows what is there)"
@@ -502,7 +542,7 @@ def _judge(row, planned, processes, seen_gpus, seen_nodes, gpus, look, unit):
     return "pass", "%s as planned" % seen_text
 
 
-def _wrong_cpus(row, planned, known_nodes, look):
+def _wrong_cpus(row: Facts, planned: Facts, known_nodes: list[int], look: Facts) -> str | None:
     """Return what is wrong with the CPUs that the ranks may run on, or None."""
     if not planned.get("cpus"):
         return None

@@ -17,6 +17,7 @@ import stat
 import subprocess
 import tempfile
 import time
+from typing import Any, Iterable, Sequence
 
 from . import smi
 
@@ -36,7 +37,7 @@ _LIBRARIES = (
 )
 
 
-def read_text(path, failed=None):
+def read_text(path: str, failed: dict[str, str] | None = None) -> str | None:
     """Return a file's text, at most 1 MiB of it, or None; the reason goes into ``failed`` by path."""
     try:
         with open(path, "rb") as stream:
@@ -47,7 +48,7 @@ def read_text(path, failed=None):
         return None
 
 
-def run_all(commands, timeout_s):
+def run_all(commands: dict[str, list[str]], timeout_s: float) -> dict[str, dict[str, Any]]:
     """Run commands side by side and return {name: {argv, rc, out, err, reason}}.
 
     A command that takes longer than ``timeout_s`` is killed and not waited for: rc is None and reason says so. A
@@ -93,13 +94,13 @@ def run_all(commands, timeout_s):
     return results
 
 
-def _why(program, error):
+def _why(program: str, error: OSError) -> str:
     if isinstance(error, FileNotFoundError):
         return "%s is not installed" % program
     return "%s cannot be run: %s" % (program, error.strerror or error)
 
 
-def node_facts(path, shown=None):
+def node_facts(path: str, shown: str | None = None) -> dict[str, Any]:
     """Return {path, kind, major, minor, mode, uid, gid} of a path that should be a device node."""
     facts = {"path": shown or path, "kind": "missing", "major": None, "minor": None}
     facts.update(mode=None, uid=None, gid=None)
@@ -122,7 +123,7 @@ def node_facts(path, shown=None):
     return facts
 
 
-def nodes_below(root="", minors=()):
+def nodes_below(root: str = "", minors: Iterable[int] = ()) -> list[dict[str, Any]]:
     """Return the facts of all NVIDIA nodes below a root, and of the ones that have to be there but are missing."""
     due = ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools"]
     due += ["/dev/nvidia%d" % minor for minor in minors]
@@ -131,7 +132,7 @@ def nodes_below(root="", minors=()):
     return [node_facts(root + path, path) for path in sorted(paths.union(due))]
 
 
-def memory_policy(node):
+def memory_policy(node: int) -> tuple[bool | None, str | None]:
     """Try to bind this process's memory to a node, and undo it. Returns (True, None), (False or None, reason)."""
     number = _SET_MEMPOLICY.get(platform.machine())
     if number is None:
@@ -149,7 +150,7 @@ def memory_policy(node):
     return (True, None) if result == 0 else (False, os.strerror(error))
 
 
-def _tmpfs(mounts):
+def _tmpfs(mounts: str | None) -> dict[str, dict[str, Any]]:
     found = {}
     for line in (mounts or "").split("\n"):
         fields = line.split(" ")
@@ -169,7 +170,7 @@ def _tmpfs(mounts):
     return found
 
 
-def _process(pid):
+def _process(pid: int) -> dict[str, str | None]:
     """Return what /proc says about a process; of its environment only the variable that places it."""
     base = "/proc/%d/" % pid
     environ = read_text(base + "environ") or ""
@@ -183,7 +184,7 @@ def _process(pid):
     }
 
 
-def _units():
+def _units() -> dict[str, str]:
     """Return {pid: cgroup text} of every process of one of our servers, whether or not it is on a GPU."""
     found = {}
     for path in glob.glob("/proc/[0-9]*/cgroup"):
@@ -193,7 +194,7 @@ def _units():
     return found
 
 
-def _guest_configs():
+def _guest_configs() -> dict[str, dict[str, str]]:
     found = {}
     for path in sorted(glob.glob("/etc/pve/lxc/*.conf")):
         found[os.path.basename(path)[: -len(".conf")]] = {"kind": "pve", "config": path}
@@ -202,7 +203,7 @@ def _guest_configs():
     return found
 
 
-def _libraries():
+def _libraries() -> str | None:
     for folder in _LIBRARIES:
         for path in sorted(glob.glob(folder + "/libnvidia-ml.so.*")) + sorted(glob.glob(folder + "/libcuda.so.*")):
             match = re.search(r"\.so\.(\d+\.\d+(?:\.\d+)*)$", path)
@@ -211,7 +212,7 @@ def _libraries():
     return None
 
 
-def _gpu_query(results, timeout_s):
+def _gpu_query(results: dict[str, dict[str, Any]], timeout_s: float) -> None:
     """Ask again with the fields that every driver knows where one of the wished fields is not valid."""
     first = results["smi-gpus"]
     text = first["out"] + first["err"]
@@ -220,7 +221,7 @@ def _gpu_query(results, timeout_s):
         results["smi-gpus"] = run_all({"smi-gpus": argv}, timeout_s)["smi-gpus"]
 
 
-def gather(timeout_s=5.0, guests=None):
+def gather(timeout_s: float = 5.0, guests: Sequence[str] | None = None) -> dict[str, Any]:
     """Return everything a look is made of, as texts and numbers, with a time limit for every command.
 
     Args:
@@ -231,7 +232,7 @@ def gather(timeout_s=5.0, guests=None):
     failed = {}
     files = {}
 
-    def keep(path):
+    def keep(path: str) -> str | None:
         text = read_text(path, failed)
         if text is not None:
             files[path] = text

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from .text import bus_id, clean
 
@@ -17,7 +18,7 @@ _GUEST = (
 NVIDIA_NAMES = ("nvidia-frontend", "nvidia", "nvidiactl")
 
 
-def parse_device_names(text):
+def parse_device_names(text: str) -> dict[str, dict[int, list[str]]]:
     """Return {"char": {major: [names]}, "block": {major: [names]}} of /proc/devices.
 
     Raises:
@@ -38,7 +39,7 @@ def parse_device_names(text):
     return sections
 
 
-def parse_devices(text):
+def parse_devices(text: str) -> dict[str, int | None]:
     """Return the character majors {"nvidia", "nvidia-uvm", "nvidia-caps"}; None for a driver that is not loaded.
 
     Only the character section counts: the same number can belong to another driver in the block section.
@@ -50,7 +51,7 @@ def parse_devices(text):
     return {key: named.get(key) for key in ("nvidia", "nvidia-uvm", "nvidia-caps")}
 
 
-def parse_version(text):
+def parse_version(text: str) -> dict[str, str | None]:
     """Return {"module_version", "flavor"} of /proc/driver/nvidia/version; flavor is open or proprietary.
 
     Raises:
@@ -67,7 +68,7 @@ def parse_version(text):
     raise ValueError("not /proc/driver/nvidia/version: no NVRM version line")
 
 
-def parse_information(text):
+def parse_information(text: str) -> dict[str, Any]:
     """Return {bus_id, minor, uuid, name, excluded} of /proc/driver/nvidia/gpus/*/information.
 
     Raises:
@@ -92,7 +93,7 @@ def parse_information(text):
     }
 
 
-def parse_ls(text):
+def parse_ls(text: str) -> list[dict[str, Any]]:
     """Return [{path, kind, major, minor, mode, owner, group}] of ``ls -l /dev/nvidia*``.
 
     Raises:
@@ -124,7 +125,7 @@ def parse_ls(text):
     return nodes
 
 
-def parse_status(text):
+def parse_status(text: str) -> dict[str, Any]:
     """Return {name, pid, guest_pid, cpus_allowed} of /proc/PID/status; guest_pid is the innermost of NSpid."""
     facts = {}
     for line in clean(text).split("\n"):
@@ -140,7 +141,7 @@ def parse_status(text):
     }
 
 
-def parse_cgroup(text):
+def parse_cgroup(text: str) -> dict[str, str | None]:
     """Return {guest, unit, profile} of /proc/PID/cgroup; each None where the path does not say.
 
     Knows plain LXC (``/lxc.payload.NAME/...``) and Proxmox VE (``/lxc/ID/ns/...``), nested ones included: the

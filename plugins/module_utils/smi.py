@@ -8,6 +8,7 @@ reset" is unhealthy, and the zero it reports as used memory is None, not 0.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from .text import bus_id, clean
 
@@ -29,7 +30,7 @@ _Q_LINE = re.compile(r"^(\s*)(\S.*?)\s*(?::\s?(.*))?$")
 _COLUMN = re.compile(r"^[a-z][a-z0-9_.]*(?: \[[^\]]+\])?$")
 
 
-def failure(text):
+def failure(text: str) -> str | None:
     """Return the line in which nvidia-smi says that it failed, or None."""
     for line in clean(text).split("\n"):
         if _FAILURE.search(line):
@@ -37,19 +38,19 @@ def failure(text):
     return None
 
 
-def library_version(text):
+def library_version(text: str) -> str | None:
     """Return the version of the user-space library where an NVML failure names it, or None."""
     match = re.search(r"NVML library version:\s*(\d+(?:\.\d+)+)", clean(text))
     return match.group(1) if match else None
 
 
-def value(cell):
+def value(cell: str | None) -> str | None:
     """Return the cell's text, or None where the tool says that it does not know."""
     text = (cell or "").strip()
     return None if not text or _UNKNOWN.match(text) or _SICK.search(text) else text
 
 
-def mib(cell):
+def mib(cell: str | None) -> int | None:
     """Return a memory cell in MiB (``97887 MiB`` or, without units, ``97887``), or None."""
     match = re.match(r"^(\d+)(?:\.\d+)?\s*(MiB|MB|GiB|KiB)?$", value(cell) or "")
     if not match:
@@ -58,15 +59,24 @@ def mib(cell):
     return {"GiB": number * 1024, "KiB": number // 1024}.get(match.group(2), number)
 
 
-def number(cell):
+def number(cell: str | None) -> int | None:
     """Return a whole number, or None."""
     text = value(cell)
     return int(text) if text and re.match(r"^\d+$", text) else None
 
 
 def gpu(
-    index=None, bus=None, minor=None, uuid=None, name=None, total=None, used=None, healthy=None, reason=None, mig=None
-):
+    index: int | None = None,
+    bus: str | None = None,
+    minor: int | None = None,
+    uuid: str | None = None,
+    name: str | None = None,
+    total: int | None = None,
+    used: int | None = None,
+    healthy: bool | None = None,
+    reason: str | None = None,
+    mig: bool | None = None,
+) -> dict[str, Any]:
     """Return the facts of a GPU in the one shape that all parsers share; a fact that is not there is None."""
     return {
         "index": index,
@@ -83,7 +93,7 @@ def gpu(
     }
 
 
-def looks_like_csv(text):
+def looks_like_csv(text: str) -> bool:
     """Tell whether the first line is a CSV header of nvidia-smi (``index, uuid, pci.bus_id``)."""
     for line in clean(text).split("\n"):
         if not line.strip() or line.startswith("#"):
@@ -93,7 +103,7 @@ def looks_like_csv(text):
     return False
 
 
-def parse_csv(text, columns=None):
+def parse_csv(text: str, columns: list[str] | None = None) -> dict[str, Any]:
     """Return the rows of a CSV query as dicts of raw cells, with column names without their unit.
 
     Args:
@@ -131,7 +141,7 @@ def parse_csv(text, columns=None):
     return {"columns": columns or [], "rows": rows, "problems": problems}
 
 
-def gpus_of_csv(parsed):
+def gpus_of_csv(parsed: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
     """Return (GPUs, problems) of a parsed ``--query-gpu``."""
     gpus, problems = [], list(parsed["problems"])
     for row in parsed["rows"]:
@@ -159,7 +169,7 @@ def gpus_of_csv(parsed):
     return gpus, problems
 
 
-def processes_of_csv(parsed):
+def processes_of_csv(parsed: dict[str, Any]) -> list[dict[str, Any]]:
     """Return [{gpu_uuid, pid, name, memory_mib}] of a parsed ``--query-compute-apps``."""
     found = []
     for row in parsed["rows"]:
@@ -176,12 +186,12 @@ def processes_of_csv(parsed):
     return found
 
 
-def is_q(text):
+def is_q(text: str) -> bool:
     """Tell whether the text is a log of ``nvidia-smi -q``."""
     return any("NVSMI LOG" in line or _Q_GPU.match(line) for line in clean(text).split("\n"))
 
 
-def _q_gpu(bus, facts, index):
+def _q_gpu(bus: str, facts: dict[str, str], index: int) -> dict[str, Any]:
     sick = next((found for found in facts.values() if _SICK.search(found)), None)
     action = facts.get("GPU Recovery Action")
     if not sick and action and value(action) and action != "None":
@@ -202,7 +212,7 @@ def _q_gpu(bus, facts, index):
     )
 
 
-def parse_q(text):
+def parse_q(text: str) -> dict[str, Any]:
     """Return {"driver_version", "gpus", "problems"} of ``nvidia-smi -q``; the order of the GPUs is their index.
 
     Raises:
@@ -238,12 +248,12 @@ def parse_q(text):
     return {"driver_version": value(top.get("Driver Version")), "gpus": gpus, "problems": problems}
 
 
-def is_list(text):
+def is_list(text: str) -> bool:
     """Tell whether the text is ``nvidia-smi -L``."""
     return any(_LIST.match(line) for line in clean(text).split("\n"))
 
 
-def parse_list(text):
+def parse_list(text: str) -> dict[str, Any]:
     """Return {"gpus", "problems"} of ``nvidia-smi -L``; a GPU with MIG devices below it is in MIG mode.
 
     Raises:

@@ -9,12 +9,12 @@ _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-Z\\-_]")
 _BUS = re.compile(r"^(?:([0-9a-fA-F]{4,8}):)?([0-9a-fA-F]{2}):([0-9a-fA-F]{2})\.([0-7])$")
 
 
-def clean(text):
+def clean(text: str) -> str:
     """Return the text without ANSI codes, byte order mark and carriage returns."""
     return _ESCAPE.sub("", text.lstrip("\ufeff")).replace("\r\n", "\n").replace("\r", "\n")
 
 
-def bus_id(text):
+def bus_id(text: str | None) -> str | None:
     """Return a PCI address as sysfs writes it (``00000000:F4:00.0`` is ``0000:f4:00.0``), None if it is none."""
     match = _BUS.match((text or "").strip())
     if not match:

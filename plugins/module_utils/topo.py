@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from . import cpulist
 from .text import clean
@@ -13,7 +14,7 @@ _LINK = re.compile(r"^(X|SYS|SOC|NODE|PHB|PXB|PIX|NV\d+|N/A)$")
 _COLUMNS = ("CPU Affinity", "NUMA Affinity", "GPU NUMA ID")
 
 
-def _header(lines):
+def _header(lines: list[str]) -> tuple[int, list[str], list[str]] | None:
     """Return (line number, device names, column names) or None."""
     for number, line in enumerate(lines):
         words = line.split()
@@ -27,12 +28,12 @@ def _header(lines):
     return None
 
 
-def is_topo(text):
+def is_topo(text: str) -> bool:
     """Tell whether the text is a topology matrix."""
     return _header(clean(text).split("\n")) is not None
 
 
-def _cells(line, names, columns):
+def _cells(line: str, names: list[str], columns: list[str]) -> dict[str, str | None]:
     """Return the cells right of the matrix by column name; None for one that is not there."""
     words = line.split()[1 + len(names) :]
     if len(words) == len(columns):
@@ -50,7 +51,7 @@ def _cells(line, names, columns):
     return dict.fromkeys(columns)
 
 
-def _numbers(cell, what, problems):
+def _numbers(cell: str | None, what: str, problems: list[str]) -> list[int] | None:
     if not cell or cell in ("N/A", "[N/A]"):
         return None
     try:
@@ -60,7 +61,7 @@ def _numbers(cell, what, problems):
         return None
 
 
-def parse(text):
+def parse(text: str) -> dict[str, Any]:
     """Return GPUs, links and what is odd about the matrix.
 
     Returns:
