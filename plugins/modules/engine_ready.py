@@ -18,6 +18,11 @@ options:
     type: list
     elements: dict
     required: true
+  problems:
+    description: Lines on profiles that could not be started; they fail the module when all targets were waited for.
+    type: list
+    elements: str
+    default: []
   tokens:
     description: Tokens of the completion.
     type: int
@@ -310,6 +315,7 @@ def main():
     module = AnsibleModule(
         argument_spec={
             "targets": {"type": "list", "elements": "dict", "required": True},
+            "problems": {"type": "list", "elements": "str", "default": []},
             "tokens": {"type": "int", "default": 8},
             "api_key": {"type": "str", "no_log": True},
             "log_lines": {"type": "int", "default": 12},
@@ -339,8 +345,8 @@ def main():
         rate = None if row["tokens_per_s"] is None else round(row["tokens_per_s"], 1)
         serving_rows.append(serving.summary_row(target, status, rate, row["problem"] or ""))
     failed = [row for row in rows if row["problem"]]
-    if failed:
-        lines = []
+    if failed or (params["problems"] and not module.check_mode):
+        lines = list(params["problems"])
         for row in failed:
             lines.append("{0}: {1}".format(row["profile"], row["problem"]))
             lines += ["    " + line for line in row.pop("log")]

@@ -71,6 +71,11 @@ targets:
   returned: success
   type: list
   elements: dict
+problems:
+  description: One line for each profile that could not be converged; with O(state=present) only, else the module fails.
+  returned: success
+  type: list
+  elements: str
 started:
   description: Profiles that were started or restarted (in check mode, that would be).
   returned: success
@@ -143,7 +148,7 @@ def write(path, text, mode):
         raise
 
 
-def systemctl(module, *words):
+def systemctl(module, *words, needed=True):
     try:
         done = subprocess.run(
             ["systemctl", *list(words)],
@@ -154,7 +159,7 @@ def systemctl(module, *words):
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         module.fail_json(msg="systemctl {0}: {1}".format(" ".join(words), error))
-    if done.returncode:
+    if done.returncode and needed:
         output = done.stdout.decode("utf-8", "replace").strip().replace("\n", "; ")
         module.fail_json(msg="systemctl {0} failed: {1}".format(" ".join(words), output))
 
@@ -269,14 +274,15 @@ def main():
     names = served if state == "present" else params["names"]
     plans, problems = ({}, []) if state == "stopped" else plan_all(module, names)
     stop = sorted(params["names"]) if state == "stopped" else leftovers(params) if state == "present" else []
-    if problems and not module.check_mode:
-        module.fail_json(msg="; ".join(problems))
-    notes += problems
-
-    overridden = [line for name in plans for line in foreign_lines(name)]
-    if overridden and not module.check_mode:
-        module.fail_json(msg="; ".join(overridden), specrig={"found": overridden})
-    found += overridden
+    for name in list(plans):
+        overridden = foreign_lines(name)
+        if overridden:
+            problems += overridden
+            del plans[name]
+    # Several profiles: what is right must serve although one is not, and whoever waits for them reports it.
+    if problems and state != "present" and not module.check_mode:
+        module.fail_json(msg="; ".join(problems), specrig={"found": problems})
+    found += problems
 
     files = Files(module.check_mode)
     if state != "stopped":
@@ -332,8 +338,8 @@ def main():
                 systemctl(module, "--quiet", verb, *[serving.unit_name(name) for name in which])
         fresh = [name for name in start + restart if (units.get(name) or {}).get("load") == "loaded"]
         if fresh:
-            # A start limit that was hit earlier would refuse this start.
-            systemctl(module, "reset-failed", *[serving.unit_name(name) for name in fresh])
+            # A start limit that was hit earlier would refuse this start; a unit that systemd forgot meanwhile has none.
+            systemctl(module, "reset-failed", *[serving.unit_name(name) for name in fresh], needed=False)
         for verb, which in (("restart", restart), ("start", start)):
             if which:
                 systemctl(module, "--no-block", verb, *[serving.unit_name(name) for name in which])
@@ -347,6 +353,7 @@ def main():
         diff=files.diff,
         plans={target["name"]: target for target in targets},
         targets=targets,
+        problems=problems,
         started=start + restart,
         stopped=stop,
         specrig={"found": found, "changed": changed, "notes": notes},
