@@ -86,7 +86,7 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True):
 
     def as_dict(self) -> dict[str, object]:
         """Return the sweep as plain values, for the manifest."""
-        return msgspec.to_builtins(self)  # type: ignore[no-any-return]
+        return msgspec.json.decode(msgspec.json.encode(self), type=dict[str, object])
 
 
 def load_sweep(source: str | Path) -> Sweep:

@@ -123,7 +123,7 @@ def _lengths(args: argparse.Namespace, tokenizer: Tokenizer | None) -> tuple[tup
             notes.append(f"of the prompt, the chat template takes {around:,} tokens")
             if min(args.prompt_tokens) <= around:
                 raise UsageError(
-                    f"--prompt-tokens: saw {min(args.prompt_tokens)}; expected more than the chat template's own {around}"
+                    f"--prompt-tokens: saw {min(args.prompt_tokens)}; expected above the chat template's own {around}"
                 )
         return args.prompt_tokens, notes
     if args.prompt_tokens is not None:

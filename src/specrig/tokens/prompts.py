@@ -263,6 +263,8 @@ class PromptFactory:
 
     def _passage(self, index: int) -> Prompt:
         ask = _ASKS[self.kind][index % len(_ASKS[self.kind])]
+        if self.cache == "shared":  # what tells the prompts apart comes last
+            ask = f"{index + 1}. {ask}"
         target = self._target()
         source = self._source(self.kind)
         start = 0 if self.kind == "repeat" else self._place(source, target, index)
@@ -461,7 +463,7 @@ class PromptFactory:
         bare = len(self._ids(wrap(head + tail))[0])
         if self.cache == "shared" and target - bare > 4 * _SLACK and self.kind != "agentic":
             stop = source.walk(start, (target - bare) * 3 // 4)
-            head = f"{head}{source.read(start, source.word_end(stop))} [...]\n\n({index + 1}) "
+            head = f"{head}{source.read(start, source.word_end(stop))} [...]\n\n"
             bare = len(self._ids(wrap(head + tail))[0])
             start = source.opening(stop + (index + 1) * 1237)
         want = target - bare

@@ -1,0 +1,280 @@
+"""Staging of models: real folders of real safetensors files, each way a download goes wrong, a kill in the middle."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specrig.facts import modelfiles
+
+basic = pytest.importorskip("ansible.module_utils.basic")
+MODULE = "ansible_collections.specrig.host.plugins.modules.model_stage"
+
+
+def safetensors(path: Path, tensors: dict[str, bytes]) -> None:
+    """Write a file by the published format: header length, JSON header, data."""
+    header, offset = {}, 0
+    for name, data in tensors.items():
+        header[name] = {"dtype": "U8", "shape": [len(data)], "data_offsets": [offset, offset + len(data)]}
+        offset += len(data)
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(tensors.values()))
+
+
+def manifest(folder: Path) -> None:
+    names = sorted(path.name for path in folder.iterdir() if path.name != "MANIFEST.sha256")
+    lines = [f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in names]
+    (folder / "MANIFEST.sha256").write_text("".join(lines))
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    weights = {"a.weight": b"A" * 5000, "b.weight": b"B" * 3000}, {"c.weight": b"C" * 7000}
+    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    for name, tensors in zip(shards, weights, strict=True):
+        safetensors(folder / name, tensors)
+    weight_map = {tensor: name for name, tensors in zip(shards, weights, strict=True) for tensor in tensors}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "config.json").write_text("{}")
+    manifest(folder)
+    return folder
+
+
+@pytest.fixture
+def stage(tmp_path: Path, source: Path, repository: Path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "path", [str(repository / ".collections"), *sys.path])
+    module = importlib.import_module(MODULE)
+    target = tmp_path / "ram"
+    target.mkdir()
+
+    def call(check: bool = False, about: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+        models = {"M": about if about is not None else {"source": str(source)}}
+        parameters = {"models": models, "target": str(target), "streams": 2, **more}
+        arguments = {"ANSIBLE_MODULE_ARGS": {**parameters, "_ansible_check_mode": check}}
+        monkeypatch.setattr(basic, "_ANSIBLE_ARGS", json.dumps(arguments).encode())
+        monkeypatch.setattr(basic, "_ANSIBLE_PROFILE", "legacy", raising=False)
+        with pytest.raises(SystemExit):
+            module.main()
+        return json.loads(capsys.readouterr().out)
+
+    call.target = target / "M"
+    call.module = module
+    return call
+
+
+def listing(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.startswith(".")}
+
+
+def wanted(source: Path) -> dict[str, bytes]:
+    return {name: data for name, data in listing(source).items() if name != "MANIFEST.sha256"}
+
+
+def test_a_model_is_staged_once_and_then_left_alone(stage, source):
+    look = stage(copy=False)
+    assert (look["changed"], look["complete"]) == (False, False)
+    check = stage(check=True)
+    assert check["changed"] is True
+    assert not stage.target.exists()
+
+    done = stage()
+    assert done["changed"] is True
+    assert listing(stage.target) == wanted(source)
+    assert done["specrig"]["gates"][0]["status"] == "pass"
+    assert not [path.name for path in stage.target.iterdir() if path.name.startswith(modelfiles.TEMPORARY_PREFIX)]
+
+    inodes = {path.name: path.stat().st_ino for path in stage.target.iterdir()}
+    again = stage()
+    assert (again["changed"], again["complete"]) == (False, True)
+    assert {path.name: path.stat().st_ino for path in stage.target.iterdir()} == inodes
+
+
+def test_an_unchanged_model_is_not_read_again(stage, monkeypatch):
+    stage()
+    monkeypatch.setattr(stage.module, "digest", lambda path: pytest.fail(f"read {path}"))
+    monkeypatch.setattr(stage.module, "copy_file", lambda *rest: pytest.fail(f"copied {rest}"))
+    assert stage()["complete"] is True
+
+
+def corrupt(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-10] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_shard_of_right_size_and_wrong_content_is_refused(stage, source):
+    corrupt(source / "model-00002-of-00002.safetensors")
+    done = stage()
+    assert done["failed"] is True
+    assert "model-00002-of-00002.safetensors has sha256 " in done["msg"]
+    assert "\n" not in done["msg"]
+    # It never appears under its name, and nothing vouches for the rest.
+    assert not (stage.target / "model-00002-of-00002.safetensors").exists()
+    assert not (stage.target / modelfiles.MARKER_NAME).exists()
+
+
+def truncate(source: Path) -> None:
+    path = source / "model-00001-of-00002.safetensors"
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def pointer(source: Path) -> None:
+    text = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1\nsize 7000\n"
+    (source / "model-00001-of-00002.safetensors").write_text(text)
+
+
+def lose(source: Path) -> None:
+    (source / "model-00001-of-00002.safetensors").unlink()
+
+
+def misplace(source: Path) -> None:
+    weight_map = {"c.weight": "model-00001-of-00002.safetensors"}
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def garbage(source: Path) -> None:
+    (source / "model-00001-of-00002.safetensors").write_bytes(b"<html>502 Bad Gateway</html>")
+
+
+@pytest.mark.parametrize(
+    ("damage", "line"),
+    [
+        (truncate, "is cut off"),
+        (pointer, "is a Git LFS pointer of 103 bytes, not the weights; run git lfs pull"),
+        (lose, "puts a.weight into model-00001-of-00002.safetensors, which is not there"),
+        (misplace, "puts c.weight into model-00001-of-00002.safetensors, which does not hold it"),
+        (garbage, "is no whole safetensors file"),
+    ],
+)
+@pytest.mark.parametrize("with_manifest", [True, False])
+def test_a_damaged_source_is_named_before_anything_is_copied(stage, source, damage, line, with_manifest):
+    damage(source)
+    (source / "MANIFEST.sha256").unlink()
+    if with_manifest:
+        # A manifest made of the damaged files: sums alone do not tell.
+        manifest(source)
+    for arguments in ({"copy": False}, {"check": True}, {}):
+        done = stage(**arguments)
+        assert done["failed"] is True
+        assert line in done["msg"]
+        assert "\n" not in done["msg"]
+    assert not stage.target.exists()
+
+
+def test_a_file_damaged_in_ram_is_healed_and_the_rest_is_kept(stage, source):
+    stage()
+    path = stage.target / "model-00002-of-00002.safetensors"
+    kept = (stage.target / "model-00001-of-00002.safetensors").stat().st_ino
+    corrupt(path)
+    look = stage(copy=False)
+    assert look["complete"] is False
+    done = stage()
+    assert done["models"]["M"]["copied"] == ["model-00002-of-00002.safetensors"]
+    assert listing(stage.target) == wanted(source)
+    assert (stage.target / "model-00001-of-00002.safetensors").stat().st_ino == kept
+
+
+def test_a_new_revision_replaces_what_changed_and_drops_what_went(stage, source):
+    stage()
+    (source / "config.json").write_text('{"revision": 2}')
+    (source / "extra.txt").write_text("new")
+    manifest(source)
+    stage()
+    assert listing(stage.target) == wanted(source)
+    (source / "extra.txt").unlink()
+    manifest(source)
+    stage()
+    assert listing(stage.target) == wanted(source)
+    assert stage()["changed"] is False
+
+
+def test_without_a_manifest_the_sums_are_unknown_and_said_to_be(stage, source):
+    (source / "MANIFEST.sha256").unlink()
+    done = stage()
+    gate = done["specrig"]["gates"][0]
+    assert (gate["status"], done["changed"]) == ("unknown", True)
+    again = stage()
+    assert again["changed"] is False
+    assert again["specrig"]["gates"][0]["status"] == "unknown"
+
+
+def test_a_model_in_ram_outlives_its_source(stage, source, tmp_path):
+    stage()
+    source.rename(tmp_path / "unmounted")
+    done = stage()
+    assert done["changed"] is False
+    assert "its source" in done["specrig"]["notes"][0]
+    (stage.target / "config.json").unlink()
+    assert "is not there; mount or download it" in stage()["msg"]
+
+
+def test_too_little_room_is_one_line_with_both_numbers(stage, monkeypatch):
+    class Room:
+        f_bavail, f_frsize = 2, 4096
+
+    monkeypatch.setattr(stage.module.os, "statvfs", lambda path: Room)
+    done = stage()
+    assert done["failed"] is True
+    assert "0.00 GB free and staging M needs 0.00 GB; raise model_store_size" in done["msg"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["abc  file\n", "0" * 64 + "  ../../etc/passwd\n", "0" * 64 + "  /etc/passwd\n", "", "0" * 64 + "  a\n" + "1" * 64 + "  a\n"],
+)
+def test_a_bad_manifest_is_one_line(stage, source, text):
+    (source / "MANIFEST.sha256").write_text(text)
+    done = stage()
+    assert done["failed"] is True
+    assert "\n" not in done["msg"]
+    assert not stage.target.exists()
+
+
+def test_killed_in_the_middle_it_goes_on_where_it_was(stage, source, tmp_path, repository):
+    # One shard large enough to be caught half-way, one file that is through by then.
+    safetensors(source / "model-00002-of-00002.safetensors", {"c.weight": os.urandom(200_000_000)})
+    manifest(source)
+    code = (
+        "import json, sys; sys.path.insert(0, sys.argv[1])\n"
+        "from ansible.module_utils import basic\n"
+        "basic._ANSIBLE_ARGS = json.dumps({'ANSIBLE_MODULE_ARGS': json.loads(sys.argv[2])}).encode()\n"
+        "basic._ANSIBLE_PROFILE = 'legacy'\n"
+        f"import {MODULE} as module\n"
+        "module.PIECE_BYTES = 65536\n"
+        "module.main()\n"
+    )
+    parameters = {"models": {"M": {"source": str(source)}}, "target": str(tmp_path / "ram"), "streams": 2}
+    command = [sys.executable, "-c", code, str(repository / ".collections"), json.dumps(parameters)]
+    part = stage.target / (modelfiles.TEMPORARY_PREFIX + "model-00002-of-00002.safetensors")
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 30
+        while not (part.exists() and part.stat().st_size and (stage.target / "config.json").exists()):
+            assert time.monotonic() < deadline
+            assert process.poll() is None, "too fast to be killed in the middle"
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert part.exists()
+    assert not (stage.target / "model-00002-of-00002.safetensors").exists()
+    assert not (stage.target / modelfiles.MARKER_NAME).exists()
+    small = (stage.target / "config.json").stat().st_ino
+
+    assert stage(copy=False)["complete"] is False
+    done = stage()
+    assert not part.exists()
+    assert listing(stage.target) == wanted(source)
+    # What was whole is read again and kept, not copied again.
+    assert (stage.target / "config.json").stat().st_ino == small
+    assert "config.json" not in done["models"]["M"]["copied"]
