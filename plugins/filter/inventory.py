@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inventory of a host that is its own controller."""
+"""Files of the controller: the inventory of a host that is its own controller, and a text as it stands."""
 
 from __future__ import annotations
 
@@ -50,6 +50,15 @@ def local_inventory(text, host):
     }
 
 
+def file_text(path):
+    """Return the text of a file of the controller."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise AnsibleFilterError("{0} cannot be read: {1}".format(path, error)) from error
+
+
 class FilterModule:
     def filters(self):
-        return {"local_inventory": local_inventory}
+        return {"local_inventory": local_inventory, "file_text": file_text}

@@ -221,6 +221,15 @@ def run_to_end(module):
             "specrig runs abort {2}".format(unit, parameters["timeout_s"], parameters["run"]),
             **result,
         )
+    if status not in (0, 1):
+        # 1: a cell is invalid or failed, which its own row tells; anything else is the program's
+        last = [line for line in result["log"] if line.startswith("specrig ")] or result["log"][-1:]
+        module.fail_json(
+            msg="the load client ended with {0}: {1}".format(
+                "an unknown status" if status is None else "exit code {0}".format(status), (last or ["no log"])[-1]
+            ),
+            **result
+        )
     module.exit_json(**result)
 
 

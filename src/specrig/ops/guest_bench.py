@@ -8,6 +8,7 @@ output. The guest has the model's tokenizer, so the plan is made there; the laun
 from __future__ import annotations
 
 import datetime
+import hashlib
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ from specrig.model.schedule import Launch
 from specrig.model.schedule import launches as schedule
 from specrig.model.sweep import load_sweep
 from specrig.runs.folder import RunFolder, is_run_folder
+from specrig.runs.lines import write_atomic
 from specrig.tokens.budget import Limits
 
 _PROFILE_FIELDS = ("model", "tp", "method", "budget", "context_length", "gpus", "port", "serve", "numa")
@@ -31,10 +33,11 @@ def plan_run(request: Mapping[str, Any]) -> dict[str, Any]:
     """Plan a sweep, and make the run folder or find what is left of one that is there.
 
     Args:
-        request: ``sweep`` (its path), ``profiles`` (the inventory's mapping), ``dialects`` (the inventory's additions to
+        request: ``sweep`` (its text; with ``run`` the run's own is taken), ``files`` (name to text of the .jsonl prompts
+            that it names), ``profiles`` (the inventory's mapping), ``dialects`` (the inventory's additions to
             the method table), ``models`` (folder with the models), ``only`` (globs), ``runs`` (folder of the runs),
             ``run`` (id of the run to go on with, or empty), ``create`` (make or reopen the run folder), ``manifest``
-            (more of the manifest).
+            (more of the manifest), ``time_scale`` (of a simulated engine).
 
     Returns:
         ``run``, ``folder``, ``profiles``, ``launches`` still to do (``{launch, block, profile, cells}``), ``done``
@@ -46,12 +49,12 @@ def plan_run(request: Mapping[str, Any]) -> dict[str, Any]:
     from specrig.tokens import tokenizer as tokenizers
     from specrig.tokens.plan import plan
 
-    path = Path(request["sweep"])
+    path = _staged(request)
     sweep = load_sweep(path)
     profiles = _profiles(request["profiles"])
     run = str(request.get("run") or "") or None
     only = list(request.get("only") or [])
-    folder = Path(request["runs"]) / run if run else None
+    folder: Path | None = Path(request["runs"]) / run if run else None
     if folder is not None:
         only = only or list(RunFolder.open(folder).manifest.get("only") or [])
     cells = select(expand(sweep, profiles), only)
@@ -98,8 +101,31 @@ def plan_run(request: Mapping[str, Any]) -> dict[str, Any]:
         "shapes": _shapes(runnable),
         "infeasible": [msgspec.to_builtins(item) for item in planned.infeasible],
         "expected_ci_width": {"least": min(widths), "most": max(widths)} if widths else None,
-        "estimate_s": planned.estimate_s * cells_left / max(1, sum(len(launch.cells) for launch in whole)),
+        "estimate_s": planned.estimate_s
+        * float(request.get("time_scale") or 1)
+        * cells_left
+        / max(1, sum(len(launch.cells) for launch in whole)),
     }
+
+
+def _staged(request: Mapping[str, Any]) -> Path:
+    """The sweep's file in the guest, its prompts beside it: a run's own, or written below a folder named by content."""
+    if request.get("run"):
+        return Path(request["runs"]) / str(request["run"]) / "sweep.yml"
+    files = {"sweep.yml": str(request["sweep"]), **(request.get("files") or {})}
+    digest = hashlib.sha256(msgspec.json.encode(sorted(files.items()))).hexdigest()[:16]
+    folder = Path(request["runs"]).parent / "sweeps" / digest
+    try:
+        for name, text in files.items():
+            target = folder / name
+            if target.is_relative_to(folder) and ".." not in Path(name).parts:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                write_atomic(target, text.encode())
+            else:
+                raise UsageError(f"{name}: the prompts of a sweep have to lie in its folder or below it")
+    except OSError as error:
+        raise UsageError(f"{folder}: cannot be written: {error.strerror or error}") from None
+    return folder / "sweep.yml"
 
 
 def _limits(profile: Profile, model: Path, overrides: Mapping[str, Any]) -> Limits:
@@ -161,7 +187,8 @@ def _open(folder: Path, sweep: Path, manifest: dict[str, Any]) -> set[tuple[str,
     with RunFolder.create(folder, manifest) as run:
         run.write_file("sweep.yml", sweep.read_bytes())
         for item in sorted({cell["prompts"] for cell in manifest["cells"] if cell["prompts"].endswith(".jsonl")}):
-            run.write_file(Path(item).name, (sweep.parent / item).read_bytes())
+            (folder / item).parent.mkdir(parents=True, exist_ok=True)
+            run.write_file(item, (sweep.parent / item).read_bytes())
         run.journal({"event": "start", "outcome": "ok", "message": manifest.get("reason")})
     return set()
 
