@@ -19,7 +19,7 @@ def parse(text: str) -> list[int]:
     Raises:
         ValueError: for anything else, with the part that was not understood.
     """
-    numbers = set()
+    numbers: set[int] = set()
     for part in re.split(r"[\s,]+", text.strip()):
         if not part:
             continue
@@ -42,7 +42,7 @@ def parse(text: str) -> list[int]:
 
 def format(numbers: Iterable[int]) -> str:
     """Return the shortest list text for the numbers: ``[0, 1, 2, 8]`` is ``0-2,8``."""
-    parts = []
+    parts: list[list[int]] = []
     for number in sorted(set(numbers)):
         if parts and number == parts[-1][1] + 1:
             parts[-1][1] = number

@@ -16,11 +16,11 @@ Numbers are integers or ``budget``, ``budget+N``, ``block_size``, ``block_size-N
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Dict
 
 _DFLASH = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", "{draft_model}"]
 
-TABLE = {
+TABLE: Dict[str, Dict[str, Any]] = {
     "autoregressive": {
         "aliases": ["auto"],
         "dialect": "sglang",
@@ -151,7 +151,8 @@ def _number(value: Any, known: dict[str, int | None], where: str) -> int | None:
     both = _MIN.match(text)
     if both:
         parts = [_number(part, known, where) for part in both.groups()]
-        return None if None in parts else min(parts)
+        known_parts = [part for part in parts if part is not None]
+        return min(known_parts) if len(known_parts) == len(parts) else None
     match = _NUMBER.match(text)
     if not match:
         raise DialectError(
@@ -184,7 +185,7 @@ def _row(method: str, overrides: Any) -> tuple[str, str | None, dict[str, Any]]:
             "method %r is not known; expected one of %s, or a row for it in sglang_server_dialects"
             % (wanted, ", ".join(sorted(set(TABLE) | set(overrides))))
         )
-    base = TABLE.get(name, {"dialect": None, "dialects": {}})
+    base: dict[str, Any] = TABLE.get(name, {"dialect": None, "dialects": {}})
     change = overrides.get(name)
     if isinstance(change, str):
         change = {"dialect": change}

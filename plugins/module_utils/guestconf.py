@@ -59,7 +59,7 @@ def _pair(line: str, style: str) -> Pair | None:
     match = _PAIR[style].match(line.rstrip("\r\n"))
     if not match:
         return None
-    key, value = (match.group(1), match.group(2)) if match.lastindex <= 2 else (match.group(3), match.group(4))
+    key, value = match.group(1, 2) if match.group(1) else match.group(3, 4)
     return key, " ".join(value.split())
 
 
@@ -180,7 +180,7 @@ def parse(
         raise ValueError("not a guest config: no line like lxc.key = value, and none like cores: 8")
     lines = _split(text.lstrip("\ufeff"))
     length = _main_length(lines, style)
-    result = {
+    result: dict[str, Any] = {
         "style": style,
         "sections": [],
         "device_rules": [],
@@ -235,11 +235,11 @@ def parse(
             result["unprivileged"] = value == "1"
         elif key == "lxc.idmap":
             result["unprivileged"] = True
-    counted = {}
-    for pair in result["entries"]:
-        if pair[0] in (ALLOW, MOUNT):
-            counted[pair] = counted.get(pair, 0) + 1
-    result["duplicates"] = ["%s %s" % pair for pair, times in counted.items() if times > 1]
+    counted: dict[Pair, int] = {}
+    for entry in result["entries"]:
+        if entry[0] in (ALLOW, MOUNT):
+            counted[entry] = counted.get(entry, 0) + 1
+    result["duplicates"] = ["%s %s" % entry for entry, times in counted.items() if times > 1]
     return result
 
 
@@ -264,7 +264,7 @@ def converge(
     """
     if style not in _PAIR:
         raise ValueError("style is %r; expected lxc or pve" % (style,))
-    wanted_pairs = []
+    wanted_pairs: list[Pair] = []
     for key, value in wanted:
         pair = (key, " ".join(str(value).split()))
         if "\n" in "%s%s" % (key, value) or not pair[1] or _pair(_render(pair, style, "\n"), style) != pair:
@@ -276,20 +276,22 @@ def converge(
 
     lines = _split(text)
     length = _main_length(lines, style)
-    seen, keep = set(), []
-    added, removed, healed = [], [], []
+    seen: set[Pair] = set()
+    keep: list[str] = []
+    removed: list[list[str]] = []
+    healed: list[list[str]] = []
     for line in lines[:length]:
-        pair = _pair(line, style)
-        if pair is None:
+        found = _pair(line, style)
+        if found is None:
             keep.append(line)
-        elif pair in wanted_pairs:
-            if pair in seen:
-                healed.append(list(pair))
+        elif found in wanted_pairs:
+            if found in seen:
+                healed.append(list(found))
             else:
-                seen.add(pair)
+                seen.add(found)
                 keep.append(line)
-        elif pair in owned_pairs or _mount_target(*pair) in targets:
-            removed.append(list(pair))
+        elif found in owned_pairs or _mount_target(*found) in targets:
+            removed.append(list(found))
         else:
             keep.append(line)
     missing = [pair for pair in wanted_pairs if pair not in seen]

@@ -73,8 +73,8 @@ def _gpus(raw: Facts, problems: list[str], unknown: dict[str, str]) -> tuple[lis
     """Return (GPUs, links). Where nvidia-smi is silent the driver's own list stands in, in order of bus id."""
     informations = _informations(raw)
     text, reason = _answer(raw, "smi-gpus")
-    gpus = []
-    if reason is None:
+    gpus: list[Facts] = []
+    if text is not None:
         try:
             gpus, found = smi.gpus_of_csv(smi.parse_csv(text))
             problems += found
@@ -89,9 +89,10 @@ def _gpus(raw: Facts, problems: list[str], unknown: dict[str, str]) -> tuple[lis
         listed = {gpu["bus_id"] for gpu in gpus}
         for bus in sorted(set(informations) - listed):
             problems.append("the driver has a GPU at %s that nvidia-smi does not list" % bus)
-    affinity, links = {}, {}
+    affinity: dict[int, list[int] | None] = {}
+    links: dict[str, str] = {}
     text, reason = _answer(raw, "smi-topo")
-    if reason is None:
+    if text is not None:
         try:
             facts = topo.parse(text)
             affinity = {gpu["index"]: gpu["numa_nodes"] for gpu in facts["gpus"]}
@@ -154,8 +155,8 @@ def _numa(raw: Facts, unknown: dict[str, str]) -> list[Facts]:
 
 def _processes(raw: Facts, gpus: list[Facts], unknown: dict[str, str]) -> list[Facts]:
     text, reason = _answer(raw, "smi-apps")
-    rows = []
-    if reason is None:
+    rows: list[Facts] = []
+    if text is not None:
         try:
             rows = smi.processes_of_csv(smi.parse_csv(text))
         except ValueError as error:
@@ -191,7 +192,7 @@ def _processes(raw: Facts, gpus: list[Facts], unknown: dict[str, str]) -> list[F
 def _units(raw: Facts, processes: list[Facts]) -> list[Facts]:
     """Return [{guest, unit, profile, pids, listed}]; listed tells whether nvidia-smi shows one of its processes."""
     on_gpu = {process["pid"] for process in processes}
-    found = {}
+    found: dict[tuple[str, str | None], Facts] = {}
     for pid, text in raw.get("units", {}).items():
         where = procfs.parse_cgroup(text)
         row = found.setdefault((where["guest"] or "", where["unit"]), dict(where, pids=[]))
@@ -270,7 +271,8 @@ def assemble(raw: Facts, simulated: bool = False) -> Facts:
         dict with schema, simulated, driver, majors, nodes, gpus, links, numa, processes, units, guests, mounts, kernel,
         problems (texts) and unknown ({probe: reason}). A fact that could not be read is None.
     """
-    problems, unknown = [], {}
+    problems: list[str] = []
+    unknown: dict[str, str] = {}
     majors = dict.fromkeys(("nvidia", "nvidia-uvm", "nvidia-caps"))
     names = {}
     text = raw["files"].get("/proc/devices")

@@ -32,7 +32,10 @@ def parse(text: str) -> dict[str, Any]:
     Raises:
         ValueError: where no line names a node.
     """
-    nodes, gpus, problems, offline = {}, [], [], None
+    nodes: dict[int, dict[str, Any]] = {}
+    gpus: list[dict[str, Any]] = []
+    problems: list[str] = []
+    offline = None
     for line in clean(text).split("\n"):
         match = _NUMACTL.match(line)
         if match:

@@ -48,12 +48,12 @@ def gpu_node(gpu: Facts, look: Facts) -> int | None:
 
     A list affinity (GB200: ``0,3-9,11-17``) names memory-only nodes too: its one member with CPUs counts.
     """
-    with_cpus = {n["node"] for n in look.get("numa") or [] if n.get("cpu_list") or n.get("cpus")}
-    node = gpu.get("numa_node")
+    with_cpus: set[int] = {n["node"] for n in look.get("numa") or [] if n.get("cpu_list") or n.get("cpus")}
+    node: int | None = gpu.get("numa_node")
     node = None if node is None or node < 0 else node
     if node in with_cpus:
         return node
-    listed = [n for n in gpu.get("numa_nodes") or [] if n is not None and n >= 0]
+    listed: list[int] = [n for n in gpu.get("numa_nodes") or [] if n is not None and n >= 0]
     close = sorted(set(listed) & with_cpus)
     if len(close) == 1:
         return close[0]
@@ -69,7 +69,7 @@ def _bus_order(gpu: Facts) -> tuple[bool, str, int]:
 def _unusable(look: Facts, profiles: Facts) -> dict[int, str]:
     """Return {gpu index: why it must not be used}."""
     reasons = {}
-    by_gpu = {}
+    by_gpu: dict[int | None, list[Facts]] = {}
     for process in look.get("processes") or []:
         by_gpu.setdefault(process.get("gpu_index"), []).append(process)
     # A server of ours that nvidia-smi does not list would look like memory of nobody: then memory tells nothing.
@@ -102,20 +102,18 @@ def _unusable(look: Facts, profiles: Facts) -> dict[int, str]:
 
 
 def _links(look: Facts) -> Links:
-    links = {}
+    links: Links = {}
     for key, word in (look.get("links") or {}).items():
-        ends = tuple(sorted(int(part) for part in str(key).split("-")))
-        links[ends] = word
+        first, second = sorted(int(part) for part in str(key).split("-"))
+        links[first, second] = word
     return links
 
 
 def _cost(group: Iterable[int], links: Links) -> int:
     total = 0
     for pair in itertools.combinations(sorted(group), 2):
-        word = links.get(pair)
-        if word and word.startswith("NV"):
-            total += 0
-        else:
+        word = links.get(pair, "")
+        if not word.startswith("NV"):
             total += _LINK_COST.get(word, _UNKNOWN_LINK)
     return total
 
@@ -144,7 +142,7 @@ def _choose(
     disturbed: dict[int | None, int],
 ) -> tuple[list[int], None] | tuple[None, str]:
     """Return (group, None) or (None, one line); ``disturbed`` counts the GPUs of a node that others serve on."""
-    tp = profile.get("tp")
+    tp: Any = profile.get("tp")
     if not _whole(tp):
         return None, "%s: tp is %r; expected a whole number of GPUs, 1 or more" % (name, tp)
     numa = profile.get("numa") or "local"
@@ -154,7 +152,7 @@ def _choose(
     wanted = "auto" if wanted is None else wanted
     if wanted != "auto":
         return _explicit(name, wanted, tp, numa, gpus, nodes, free, why_not)
-    known = {}
+    known: dict[int | None, list[int]] = {}
     for index in free:
         known.setdefault(nodes[index], []).append(index)
     unknown = known.pop(None, [])
@@ -164,7 +162,7 @@ def _choose(
         return _closest(known[best], tp, links), None
     avoided = "; ".join(why_not[index] for index in sorted(why_not))
     avoided = " (avoided: %s)" % avoided if avoided else ""
-    have = ", ".join("%d on NUMA node %d" % (len(members), node) for node, members in sorted(known.items()))
+    have = ", ".join("%d on NUMA node %s" % (len(members), node) for node, members in sorted(known.items()))
     if unknown:
         have = ", ".join(part for part in (have, "%d on an unknown NUMA node" % len(unknown)) if part)
     if len(free) < tp:
@@ -347,7 +345,9 @@ def plan(
             if index not in guest_gpus:
                 why_not.setdefault(index, "GPU %d is not given to the guest" % index)
     usable = set(gpus) - set(why_not)
-    refused, groups, taken = {}, {}, {}
+    refused: dict[str, str] = {}
+    groups: dict[str, list[int]] = {}
+    taken: dict[int, str] = {}
     nothing = (look.get("unknown") or {}).get("gpus")
 
     def attempt(name: str, free: set[int], reasons: dict[int, str], disturbed: dict[int | None, int]) -> None:
@@ -362,10 +362,10 @@ def plan(
             )
             return
         group, line = _choose(name, profile, gpus, nodes, free, reasons, links, disturbed)
-        if group is None:
-            refused[name] = line
-        else:
+        if group is not None:
             groups[name] = group
+        elif line is not None:
+            refused[name] = line
 
     serving = [name for name, profile in profiles.items() if isinstance(profile, dict) and profile.get("serve")]
     serving.sort(key=lambda name: profiles[name].get("gpus", "auto") in ("auto", None))
@@ -375,7 +375,7 @@ def plan(
         attempt(name, usable - set(taken), reasons, {})
         taken.update(dict.fromkeys(groups.get(name, ()), name))
     blocked = {} if take_over else {i: "GPU %d serves %s" % (i, owner) for i, owner in taken.items()}
-    disturbed = {}
+    disturbed: dict[int | None, int] = {}
     for index in blocked:
         disturbed[nodes[index]] = disturbed.get(nodes[index], 0) + 1
     for name in profiles:
@@ -428,7 +428,7 @@ def _with_cpus(
             )
     result = {}
     for name, group in groups.items():
-        there = sorted({nodes[index] for index in group if nodes[index] in shares})
+        there = sorted({node for node in (nodes[index] for index in group) if node in shares and node is not None})
         whole = all(nodes[index] in shares for index in group)
         cpus = sorted(cpu for node in there for cpu in shares[node].of(name, group))
         result[name] = {

@@ -54,7 +54,8 @@ def run_all(commands: dict[str, list[str]], timeout_s: float) -> dict[str, dict[
     A command that takes longer than ``timeout_s`` is killed and not waited for: rc is None and reason says so. A
     process stuck in the kernel, as nvidia-smi is on a dead GPU, cannot hold the caller up.
     """
-    started, results = {}, {}
+    started: dict[str, Any] = {}
+    results: dict[str, dict[str, Any]] = {}
     for name, argv in commands.items():
         out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
         try:
@@ -102,7 +103,7 @@ def _why(program: str, error: OSError) -> str:
 
 def node_facts(path: str, shown: str | None = None) -> dict[str, Any]:
     """Return {path, kind, major, minor, mode, uid, gid} of a path that should be a device node."""
-    facts = {"path": shown or path, "kind": "missing", "major": None, "minor": None}
+    facts: dict[str, Any] = {"path": shown or path, "kind": "missing", "major": None, "minor": None}
     facts.update(mode=None, uid=None, gid=None)
     try:
         status = os.lstat(path)
@@ -145,9 +146,9 @@ def memory_policy(node: int) -> tuple[bool | None, str | None]:
     mask = (ctypes.c_ulong * (node // bits + 1))()
     mask[node // bits] = 1 << (node % bits)
     result = call(ctypes.c_long(number), ctypes.c_long(_MPOL_BIND), mask, ctypes.c_ulong(len(mask) * bits + 1))
-    error = ctypes.get_errno()
+    number_of_error = ctypes.get_errno()
     call(ctypes.c_long(number), ctypes.c_long(_MPOL_DEFAULT), None, ctypes.c_ulong(0))
-    return (True, None) if result == 0 else (False, os.strerror(error))
+    return (True, None) if result == 0 else (False, os.strerror(number_of_error))
 
 
 def _tmpfs(mounts: str | None) -> dict[str, dict[str, Any]]:
@@ -229,8 +230,8 @@ def gather(timeout_s: float = 5.0, guests: Sequence[str] | None = None) -> dict[
         guests: names of the guests to ask about; None means all that are configured.
     """
     began = time.monotonic()
-    failed = {}
-    files = {}
+    failed: dict[str, str] = {}
+    files: dict[str, str] = {}
 
     def keep(path: str) -> str | None:
         text = read_text(path, failed)

@@ -24,7 +24,7 @@ def parse_device_names(text: str) -> dict[str, dict[int, list[str]]]:
     Raises:
         ValueError: where neither section is there.
     """
-    sections = {"char": {}, "block": {}}
+    sections: dict[str, dict[int, list[str]]] = {"char": {}, "block": {}}
     section = None
     for line in clean(text).split("\n"):
         word = line.strip().lower()
@@ -44,7 +44,7 @@ def parse_devices(text: str) -> dict[str, int | None]:
 
     Only the character section counts: the same number can belong to another driver in the block section.
     """
-    named = {}
+    named: dict[str, int] = {}
     for major, names in parse_device_names(text)["char"].items():
         for name in names:
             named.setdefault("nvidia" if name in NVIDIA_NAMES else name, major)
@@ -74,7 +74,7 @@ def parse_information(text: str) -> dict[str, Any]:
     Raises:
         ValueError: where it has no Bus Location line.
     """
-    facts = {}
+    facts: dict[str, str] = {}
     for line in clean(text).split("\n"):
         key, colon, cell = line.partition(":")
         if colon:
@@ -89,7 +89,7 @@ def parse_information(text: str) -> dict[str, Any]:
         "uuid": uuid if uuid.startswith("GPU-") and "?" not in uuid else None,
         "name": facts.get("Model") or None,
         "firmware": facts.get("GPU Firmware") or None,
-        "excluded": {"Yes": True, "No": False}.get(facts.get("GPU Excluded")),
+        "excluded": {"Yes": True, "No": False}.get(facts.get("GPU Excluded", "")),
     }
 
 
@@ -147,7 +147,7 @@ def parse_cgroup(text: str) -> dict[str, str | None]:
     Knows plain LXC (``/lxc.payload.NAME/...``) and Proxmox VE (``/lxc/ID/ns/...``), nested ones included: the
     outermost guest of this view counts. The profile is the instance of a ``specrig-sglang@`` unit.
     """
-    result = {"guest": None, "unit": None, "profile": None}
+    result: dict[str, str | None] = {"guest": None, "unit": None, "profile": None}
     for line in clean(text).split("\n"):
         path = line.split(":", 2)[-1].strip()
         for pattern in _GUEST:

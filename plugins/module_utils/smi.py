@@ -223,7 +223,9 @@ def parse_q(text: str) -> dict[str, Any]:
         raise ValueError(failed)
     if not is_q(text):
         raise ValueError("not the output of nvidia-smi -q: no NVSMI LOG line and no GPU line")
-    top, found, path = {}, [], []
+    top: dict[str, str] = {}
+    found: list[tuple[str, dict[str, str]]] = []
+    path: list[tuple[int, str]] = []
     facts = top
     for line in clean(text).split("\n"):
         start = _Q_GPU.match(line)

@@ -76,7 +76,9 @@ def parse(text: str) -> dict[str, Any]:
     if header is None:
         raise ValueError("not the output of nvidia-smi topo -m: no header line that names GPU0")
     number, names, columns = header
-    gpus, links, problems = [], {}, []
+    gpus: list[dict[str, Any]] = []
+    links: dict[str, str] = {}
+    problems: list[str] = []
     for line in lines[number + 1 :]:
         words = line.split()
         match = _GPU.match(words[0]) if words else None
@@ -103,7 +105,7 @@ def parse(text: str) -> dict[str, Any]:
                 "gpu_numa_id": own[0] if own and len(own) == 1 else None,
             }
         )
-    listed = [int(_GPU.match(name).group(1)) for name in names if _GPU.match(name)]
+    listed = [int(found.group(1)) for found in map(_GPU.match, names) if found]
     missing = sorted(set(listed) - {gpu["index"] for gpu in gpus})
     if missing:
         problems.append("the header names GPUs %s, but they have no row" % cpulist.format(missing))
