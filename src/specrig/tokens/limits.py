@@ -19,7 +19,7 @@ def method_numbers(method: str, budget: int | None, overrides: Mapping[str, Any]
     from specrig.facts import dialects
 
     try:
-        row = dialects.resolve(method, budget, dict(overrides or {}))  # type: ignore[no-untyped-call]
+        row = dialects.resolve(method, budget, dict(overrides or {}))
     except dialects.DialectError as error:
         raise UsageError(str(error)) from None
     reserved = row["reserved_tokens"]
