@@ -259,11 +259,12 @@ def test_faults_of_the_server(tiny: Path) -> None:
 
 
 def test_flush_that_keeps_the_cache_and_diverging_output(tiny: Path) -> None:
-    asked = ["flush-kept", "diverge=0.5"]
-    with running_sim(model_path=tiny, sim_time_scale=0.15, sim_fault=asked, **TREE) as sim:
+    asked = ["flush-kept", "diverge=0.5", "spec-on"]
+    with running_sim(model_path=tiny, sim_time_scale=0.15, sim_fault=asked) as sim:
         with EngineClient(sim.url) as client:
             ids = list(range(500, 700))
-            client.generate(input_ids=ids)
+            meta = client.generate(input_ids=ids)["meta_info"]
+            assert (meta["spec_verify_ct"], meta["spec_num_correct_drafts"]) == (16, 0)
             client.flush_cache(2)
             assert client.generate(input_ids=ids, rid="kept")["meta_info"]["cached_tokens"] > 150
         assert sim.truth_of("kept")["diverged_at"] is not None

@@ -31,7 +31,7 @@ FAULTS: dict[str, Kind] = {
     "error-in-stream": Kind("after ARG tokens an error event inside HTTP 200, then [DONE]", 4.0),
     "eof-without-done": Kind("after ARG tokens the stream ends cleanly, with no terminal event", 4.0),
     "reset": Kind("after ARG tokens the connection is reset", 4.0),
-    "done-missing": Kind("the finish reason comes, [DONE] does not; the connection closes"),
+    "done-missing": Kind("the finish reason comes, [DONE] does not; the stream ends"),
     "keepalive-comments": Kind("comment lines before and between the events, ARG at a time", 1.0),
     "split-utf8": Kind("text full of multi-byte characters; every packet is cut inside one, ARG ms apart", 2.0),
     "sse-variants": Kind("events with CRLF, no space after the colon, event and id fields: all legal"),
@@ -52,6 +52,7 @@ FAULTS: dict[str, Kind] = {
     # state
     "slow-first-request": Kind("the first request after start or flush takes ARG simulated s more", 5.0),
     "spec-off": Kind("speculation is silently off: the flags say on, no verify step happens"),
+    "spec-on": Kind("a baseline reports verify steps, as with flags left over from another arm"),
     "concurrency-cap": Kind("only ARG requests run at once; max_running_requests says otherwise", 1.0),
     "flush-refused": Kind("flush_cache always answers 400"),
     "flush-kept": Kind("flush_cache answers 200 and keeps the cache"),

@@ -40,10 +40,11 @@ def reasoning_count(config: Config, request: Request, sent: int) -> int:
 
 def speculation(config: Config, request: Request, sent: int) -> dict[str, Any]:
     """The ``spec_*`` figures of one request; empty where no verify step happened."""
-    steps = request.verify_steps
+    steps, correct, histogram = request.verify_steps, request.correct, list(request.histogram)
+    if not steps and config.method.algorithm is None and config.faults.get("spec-on", request.number) is not None:
+        steps, correct, histogram = sent, 0, [sent]
     if not steps:
         return {}
-    correct = request.correct
     if config.faults.get("accept-over-bound", request.number) is not None:
         correct = steps * (config.method.depth + 2)
     proposed = steps * (config.method.verified - 1)
@@ -53,7 +54,7 @@ def speculation(config: Config, request: Request, sent: int) -> dict[str, Any]:
         "spec_num_correct_drafts": correct,
         "spec_num_proposed_drafts": proposed,
         "spec_verify_ct": steps,
-        "spec_correct_drafts_histogram": list(request.histogram),
+        "spec_correct_drafts_histogram": histogram,
     }
 
 
