@@ -98,4 +98,6 @@ def scalar(value: Any) -> str:
         return ", ".join(scalar(v) for v in value)
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:g}"
     return str(value)

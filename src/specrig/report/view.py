@@ -49,6 +49,7 @@ def view(summary: Row) -> Row:
         "provenance": _provenance(summary),
         "problems": summary["problems"],
         "notes": _notes(summary),
+        "over": _over(summary),
     }
 
 
@@ -222,7 +223,7 @@ def _facts(summary: Row) -> list[tuple[str, str]]:
         ("Model", text.scalar(model)),
         ("Engine", _engine(summary)),
         ("Cells", f"{valid} of {ran} valid, {len(summary['skipped'])} skipped"),
-        ("Requests", f"{requests:,} over {len(profiles) or 'unknown'} profiles"),
+        ("Requests", f"{requests:,}" + (f" over {len(profiles)} profiles" if profiles else "")),
         ("Launches", f"{len(blocks)} per arm" if blocks else "none"),
         ("Sampling", ", ".join(filter(None, how)) or "unknown"),
         ("When", text.stamp(summary["created_at"])),
@@ -490,6 +491,14 @@ def _notes(summary: Row) -> list[str]:
     if short:
         out.append(f"{len(short)} cells ran fewer than ten requests per slot in flight: their steady window is short.")
     return out
+
+
+def _over(summary: Row) -> str:
+    """What the intervals of this run are over, as the page says it."""
+    launches = {row["launches"] for row in summary["speedups"]}
+    if launches and max(launches) < 2:
+        return "over prompts, within one launch"
+    return "over server launches"
 
 
 def _label_class(label: str) -> str:
