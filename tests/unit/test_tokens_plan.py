@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -321,3 +322,29 @@ def test_budget_below_the_template(capsys: pytest.CaptureFixture[str], tokenizer
     )
     assert (code, err.count("\n")) == (2, 1)
     assert "saw 12; expected above the chat template's own 12" in err
+
+
+def test_limits_and_tokenizer_of_a_running_server(
+    capsys: pytest.CaptureFixture[str], sweep_file: Path, tokenizer_dir: Path, tmp_path: Path
+) -> None:
+    from specrig.sim.testing import running_sim
+
+    other = tmp_path / "other"
+    shutil.copytree(tokenizer_dir, other)
+    config = other / "tokenizer_config.json"
+    value = json.loads(config.read_text())
+    value["chat_template"] = value["chat_template"].replace("<|im_start|>assistant", "<|im_start|>the assistant")
+    config.write_text(json.dumps(value))
+    with running_sim(model_path=tokenizer_dir, served_model_name="M", context_length=26_024) as server:
+        base = ("--url", server.url, "--tokenizer", tokenizer_dir)
+        # 25,000 + 1,024 = 26,024 fits the window, and is clipped by 2
+        code, out, _ = run(capsys, "budget", *base, "--prompt-tokens", 25_000, "--max-tokens", 1_024, "--json")
+        found = json.loads(out)
+        assert (code, found["outcome"], found["effective_new_tokens"]) == (1, "clipped", 1_022)
+        assert found["checks"][0]["limits"]["source"] == "server"
+        code, out, _ = run(capsys, "plan", sweep_file, *base, "--json")
+        assert code == 1
+        assert [c["fits"] for c in json.loads(out)["cells"]] == [True, False, False]
+        code, out, _ = run(capsys, "plan", sweep_file, "--url", server.url, "--tokenizer", other, "--json")
+        # " the" is one token more in each of the other folder's prompts
+        assert "the server counts 4,095 tokens for a prompt of 4,096" in json.loads(out)["cells"][0]["reason"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -59,24 +60,25 @@ def run(args: argparse.Namespace) -> int:
     sweep = load_sweep(Path(args.sweep))
     profiles = read_profiles(Path(args.profiles)) if args.profiles else None
     cells = select(expand(sweep, profiles), args.only)
-    limits, count = _limits(args, profiles, cells)
     default = Pace()
-    planned = plan(
-        sweep,
-        tokenizers.load(args.tokenizer),
-        limits,
-        profiles,
-        source=Path(args.sweep),
-        cells=cells,
-        headroom=args.headroom,
-        sd_log=args.sd_log or SD_LOG,
-        pace=Pace(
-            prefill_tokens_per_s=args.prefill_rate or default.prefill_tokens_per_s,
-            decode_tokens_per_s=args.decode_rate or default.decode_tokens_per_s,
-            launch_s=args.launch_seconds or default.launch_s,
-        ),
-        server_count=count,
-    )
+    with contextlib.ExitStack() as stack:
+        limits, count = _limits(args, profiles, cells, stack)
+        planned = plan(
+            sweep,
+            tokenizers.load(args.tokenizer),
+            limits,
+            profiles,
+            source=Path(args.sweep),
+            cells=cells,
+            headroom=args.headroom,
+            sd_log=args.sd_log or SD_LOG,
+            pace=Pace(
+                prefill_tokens_per_s=args.prefill_rate or default.prefill_tokens_per_s,
+                decode_tokens_per_s=args.decode_rate or default.decode_tokens_per_s,
+                launch_s=args.launch_seconds or default.launch_s,
+            ),
+            server_count=count,
+        )
     if args.json:
         print(json.dumps(as_json(planned), indent=2))
     else:
@@ -101,7 +103,10 @@ def read_profiles(path: Path) -> dict[str, Profile]:
 
 
 def _limits(
-    args: argparse.Namespace, profiles: Mapping[str, Profile] | None, cells: Sequence[Cell]
+    args: argparse.Namespace,
+    profiles: Mapping[str, Profile] | None,
+    cells: Sequence[Cell],
+    stack: contextlib.ExitStack,
 ) -> tuple[dict[str | None, Limits], Counter | None]:
     import msgspec
 
@@ -117,7 +122,7 @@ def _limits(
         from specrig.engine.client import EngineClient
         from specrig.engine.limits import from_server
 
-        client = EngineClient(args.url, args.api_key)
+        client = stack.enter_context(EngineClient(args.url, args.api_key))
         return {None: msgspec.structs.replace(from_server(client), **given)}, _server_counter(client, cells)
     found: dict[str | None, Limits] = {}
     for arm in {c.profile for c in cells}:
