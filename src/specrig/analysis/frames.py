@@ -177,7 +177,10 @@ def merge_runs(runs: list[RunData]) -> RunData:
         cells.update({name: replace(run.cells[cell], cell=name) for cell, name in names.items()})
         problems += [f"{run.name}: {line}" for line in run.problems]
         skipped += _list(run.manifest.get("skipped"))
-        launches += _list(run.manifest.get("launches"))
+        for launch in _list(run.manifest.get("launches")):
+            at = (number, _integer(_dict(launch).get("launch")) or 0)
+            if at in launch_of:
+                launches.append({**launch, "launch": launch_of[at], "block": block_of.get(at)})
     manifest = {**runs[0].manifest, "skipped": skipped, "launches": launches}
     placements: Row = {}
     for run in runs:

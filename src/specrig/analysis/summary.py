@@ -58,6 +58,11 @@ def summarise(
     choices, losses = _choices(samples.rows, run, valid, baseline)
     origin = engine_of(run)
     problems = list(run.problems)
+    problems += [
+        f"launch {row['launch']} of {row['profile'] or 'unknown'} did not run: {row['error']}"
+        for row in _launches(run)
+        if row["error"]
+    ]
     problems += [f"{count} samples left out: {why}" for why, count in samples.left_out.items()]
     cells = _cells(run, valid, samples)
     problems += _gaps(cells, found, baseline)
@@ -376,6 +381,7 @@ def _launches(run: RunData) -> list[Row]:
                 "gates": gates,
                 "gates_not_passed": [g for g in gates if g.get("status") != "pass"],
                 "engine_version": info.get("version"),
+                "error": launch.get("error") if isinstance(launch.get("error"), str) else None,
             }
         )
     return out

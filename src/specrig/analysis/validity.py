@@ -68,21 +68,32 @@ def judge(run: RunData, max_post_eos: float = MAX_POST_EOS_SHARE) -> dict[Part, 
         requests.setdefault((row["cell"], int(row["launch"])), []).append({str(k): v for k, v in row.items()})
     parts = {(row["cell"], row["launch"]): row for row in run.parts}
     bounds = _draft_bounds(run.manifest)
+    gates = _failed_gates(run.manifest)
     out: dict[Part, PartValidity] = {}
     for key in sorted({*requests, *parts}):
         info = run.cells[key[0]]
         bound = bounds.get(info.profile or "")
-        out[key] = _judge_part(key, info, parts.get(key), requests.get(key, []), bound, max_post_eos)
+        out[key] = _judge_part(
+            key, info, parts.get(key), requests.get(key, []), bound, max_post_eos, gates.get(key[1], [])
+        )
     return out
 
 
 def _judge_part(
-    key: Part, info: CellInfo, part: Row | None, rows: list[Row], bound: float | None, max_post_eos: float
+    key: Part,
+    info: CellInfo,
+    part: Row | None,
+    rows: list[Row],
+    bound: float | None,
+    max_post_eos: float,
+    gates: list[str],
 ) -> PartValidity:
     state = (part or {}).get("state") or ("unknown" if part else "unfinished")
     ok_rows = [row for row in rows if row["ok"]]
     block = int(rows[0]["block"]) if rows else int((part or {}).get("block") or key[1])
-    checks: list[Check] = []
+    checks: list[Check] = [
+        Check("every gate of its launch passed", False, gate, "no failed gate") for gate in gates[:1]
+    ]
     if part is not None:
         for raw in part["checks"]:
             said = raw["ok"] if isinstance(raw["ok"], bool) else None
@@ -228,6 +239,23 @@ def _cold_cache(rows: list[Row]) -> Check:
     worst = max(known, key=lambda pair: pair[0])
     limit = max(CACHE_TOLERANCE_TOKENS, CACHE_TOLERANCE_SHARE * (worst[1] if _known(worst[1]) else 0))
     return Check(rule, worst[0] <= limit, f"{int(worst[0])} cached tokens", f"at most {int(limit)}")
+
+
+def _failed_gates(manifest: Row) -> dict[int, list[str]]:
+    """Launch -> messages of its failed gates, before and after its cells: placement, device, model, configuration.
+
+    A failed budget gate is about single cells, which are skipped for it.
+    """
+    out: dict[int, list[str]] = {}
+    launches = manifest.get("launches")
+    for launch in launches if isinstance(launches, list) else []:
+        if not isinstance(launch, dict) or number(launch.get("launch")) is None:
+            continue
+        gates = launch.get("gates")
+        for gate in gates if isinstance(gates, list) else []:
+            if isinstance(gate, dict) and gate.get("status") == "fail" and gate.get("gate") != "budget":
+                out.setdefault(int(launch["launch"]), []).append(str(gate.get("message") or gate.get("gate")))
+    return out
 
 
 def _draft_bounds(manifest: Row) -> dict[str, float]:

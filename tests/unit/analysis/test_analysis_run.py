@@ -399,3 +399,42 @@ def test_a_stream_cut_inside_a_chunk_is_trimmed_to_the_end_of_sequence(builder: 
     assert got["decode_tokens_per_s"]["mean"] == pytest.approx(3.0)
     # two verify steps brought 8 tokens: 1 + 6 / 2
     assert got["acceptance"]["sum_over_sum"] == pytest.approx(4.0)
+
+
+def test_a_launch_that_sat_elsewhere_does_not_count(make_run: Any) -> None:
+    """The incident's case, found after the cells: the launch's figures are left out, and the verdict with them."""
+    folder = make_run()
+    manifest = json.loads((folder / "manifest.json").read_text())
+    message = "tp1-dflash: planned GPU 4 (node 1), saw GPU 1 (node 0)"
+    manifest["launches"][1]["gates"] = [
+        {"gate": "placement", "status": "pass", "message": "as planned"},
+        {"gate": "placement", "status": "fail", "message": message, "when": "after"},
+    ]
+    manifest["launches"][2]["gates"] = [{"gate": "budget", "status": "fail", "message": "one cell does not fit"}]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    summary = summarise(read_run(folder))
+    assert message in pick(summary["cells"], method="dflash")["reason"]
+    assert pick(summary["speedups"], metric="decode", method="dflash")["launches"] == 2
+    assert pick(summary["speedups"], metric="decode", method="ddtree-b15")["launches"] == 3
+
+
+def test_a_launch_that_failed_is_said(make_run: Any) -> None:
+    folder = make_run()
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["launches"].append({"launch": 9, "profile": "tp8-dflash", "error": "Start: no GPU left"})
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert "launch 9 of tp8-dflash did not run: Start: no GPU left" in summarise(read_run(folder))["problems"]
+
+
+def test_plain_loads_of_two_methods_share_cell_ids_and_stay_apart(builder: Any, tmp_path: Path, make_run: Any) -> None:
+    """Cells that know no profile have the same id in every folder; their methods come from the server."""
+    runs = []
+    for method in ("autoregressive", "dflash"):
+        folder = make_run(f"load-{method}", methods=(method,), launches=1)
+        for name in ("manifest.json", "requests.jsonl", "cells.jsonl"):
+            content = (folder / name).read_text().replace(f"tp1-{method}-decode-4096-257-c1", "cafe00000001")
+            (folder / name).write_text(content)
+        runs.append(read_run(folder))
+    summary = summarise(merge_runs(runs))
+    assert [cell["method"] for cell in summary["cells"]] == ["autoregressive", "dflash"]
+    assert pick(summary["speedups"], metric="decode")["speedup"] == pytest.approx(3.2)

@@ -208,7 +208,7 @@ def test_skipped_placement_and_gates_are_shown(builder: Any, fill_run: Any) -> N
     main(["report", str(folder)])
     html = page(folder)
     assert reason.replace(">", "&gt;") in html
-    assert html.count(message) == 2  # with the placement, and among the gates not passed
+    assert html.count(message) == 3  # why the launch does not count, with the placement, among the gates not passed
     got = summary_of(folder)
     assert got["placements"][0]["actual"] == {"gpus": [1], "numa_nodes": [0]}
     assert got["skipped"][0]["reason"] == reason
