@@ -415,6 +415,18 @@ class TestPhysics:
         again = physics.StepTimes(config(tokenizer_dir, "--random-seed", "7")).launch_factor
         assert again == factors[7]
 
+    @pytest.mark.parametrize("method", [(), DFLASH, (*DDTREE, "31")])
+    def test_a_scale_too_small_is_raised_alike_for_all_methods(
+        self, tokenizer_dir: Path, method: Sequence[str]
+    ) -> None:
+        """At TP 4: 51.8 GiB * 0.68 ms / 4 + 1.6 + 128 * 0.028 + 0.27 / 4 + 0.051 * 1.024 / 4 = 14.07 ms a step."""
+        asked = ["--tp-size", "4", "--sim-time-scale", "0.2", *method]
+        assert physics.true_to_scale(config(tokenizer_dir, *asked)).time_scale == pytest.approx(5.25 / 14.07, rel=1e-3)
+        fast = config(tokenizer_dir, *asked, "--sim-allow-fast")
+        assert physics.true_to_scale(fast).time_scale == 0.2
+        slow = config(tokenizer_dir, "--sim-time-scale", "0.2")
+        assert physics.true_to_scale(slow).time_scale == 0.2
+
     @given(st.floats(0.01, 0.99), st.integers(0, 40), st.integers(0, 2**32))
     def test_accepted_never_above_depth(self, probability: float, depth: int, seed: int) -> None:
         assert 0 <= physics.accepted(random.Random(seed), probability, depth) <= depth

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from specrig.errors import UsageError
 from specrig.sim.config import Config, build
+from specrig.sim.physics import true_to_scale
 from specrig.sim.ranks import Rank, RankError, start, stop
 
 if TYPE_CHECKING:
@@ -48,10 +49,16 @@ def launch(args: argparse.Namespace) -> int:
         UsageError: flags that do not work, or a port that is taken.
     """
     begun = time.monotonic()
-    config = build(args)
+    config = true_to_scale(build(args))
     if config.truth is not None:
         _writable(config.truth)
     log = _Log(as_json=config.json_log)
+    if config.time_scale > args.sim_time_scale:
+        log(
+            "scale",
+            f"time scale {config.time_scale:.3f} instead of {args.sim_time_scale:g}: a decode step would be under "
+            f"{config.min_step_s * 1000:g} ms of wall time; --sim-allow-fast takes it as it is",
+        )
     log("start", f"specrig sim (simulated, not a GPU): {config.command}", simulated=True)
     fault = config.faults.get("wrong-gpus")
     try:
@@ -184,13 +191,6 @@ async def _load(server: Server, config: Config, log: _Log) -> None:
     dies = config.faults.get("rank-dies")
     if dies is not None:
         loop.call_later(dies.number, kill_rank)
-    exact = server.scheduler.times.decode_exact([1024]) * config.time_scale
-    if exact < config.min_step_s:
-        log(
-            "held",
-            f"a step of this profile is {exact * 1000:.2f} ms of wall time at this time scale: steps are held at "
-            f"{config.min_step_s * 1000:g} ms, so speeds of methods are not to scale; raise --sim-time-scale",
-        )
     log(
         "ready",
         f"The server is fired up and ready to roll! http://{config.host}:{server.port} "

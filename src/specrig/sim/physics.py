@@ -7,6 +7,7 @@ concurrency 1 and about 1.5x at 32, and a draft tree peaks at a medium budget.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 import random
@@ -44,6 +45,22 @@ def prompt_digest(ids: Sequence[int]) -> str:
 
 def _all_reduce_s(tp_size: int) -> float:
     return ALL_REDUCE_S.get(tp_size, 6e-6 * tp_size) * ALL_REDUCES
+
+
+def baseline_step_s(config: Config) -> float:
+    """An autoregressive decode step of one request at 1k context on as many GPUs, whatever the method: simulated s."""
+    weights = config.weights_gib * WEIGHT_READ_S_PER_GIB / config.tp_size
+    memory = KV_READ_S_PER_TOKEN * 1024 / config.tp_size
+    return weights + STEP_OVERHEAD_S + _all_reduce_s(config.tp_size) + TOKEN_COMPUTE_S / config.tp_size + memory
+
+
+def true_to_scale(config: Config) -> Config:
+    """The server with its time scale raised, where needed, so that no decode step is held at the shortest wall time.
+
+    The scale depends on the number of GPUs and not on the method, so methods stay comparable.
+    """
+    least = config.min_step_s * 1.05 / baseline_step_s(config)
+    return dataclasses.replace(config, time_scale=least) if config.time_scale < least else config
 
 
 class StepTimes:
