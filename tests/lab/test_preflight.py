@@ -93,12 +93,27 @@ def test_the_incident_tp4_with_1_to_5_visible_fails_with_both_lists_and_nodes(ta
 
 
 def test_the_incident_no_benchmark_starts_on_it(tampered: Any, tmp_path: Path) -> None:
-    before = tampered.guest(f"systemctl show -p MainPID --value {UNIT}", check=True).stdout
-    started = profile(tampered, tmp_path, "start")
-    assert started.returncode != 0
-    assert f"{PROFILE}: {OVERRIDE} sets" in started.stdout
-    assert "CUDA_VISIBLE_DEVICES=1,2,3,4,5" in started.stdout
-    assert tampered.guest(f"systemctl show -p MainPID --value {UNIT}", check=True).stdout == before
+    sweep = tmp_path / "one.yml"
+    workload = {"name": "decode", "prompts": "questions", "prompt_tokens": 256, "output_tokens": 16, "requests": 1}
+    sweep.write_text(
+        yaml.safe_dump(
+            {"name": "one", "model": "Qwen3.6-27B", "profiles": [PROFILE], "launches": 1, "workloads": [workload]}
+        )
+    )
+    values = {
+        "decode_bench_sweep": str(sweep),
+        "decode_bench_yes": True,
+        "decode_bench_collect_to": str(tmp_path / "runs"),
+    }
+    done = tampered.play("benchmark", "-e", json.dumps(values))
+    assert done.returncode != 0
+    assert f"{PROFILE}: {OVERRIDE} sets" in done.stdout
+    assert "CUDA_VISIBLE_DEVICES=1,2,3,4,5" in done.stdout
+    (run,) = (tmp_path / "runs").glob("one-*")
+    assert not (run / "requests.jsonl").exists() or not (run / "requests.jsonl").read_text()
+    # Production served all the while.
+    for name in ("chat", "agent"):
+        assert tampered.guest(f"systemctl is-active specrig-sglang@{name}").stdout.strip() == "active"
 
 
 def test_a_shape_that_does_not_fit_is_refused_before_it_is_sent(serving: Any) -> None:
