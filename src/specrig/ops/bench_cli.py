@@ -1,4 +1,4 @@
-"""``specrig bench``: plan a sweep on the GPUs of an inventory, ask before hours of work, run it, bring the results home."""
+"""``specrig bench``: plan a sweep on the GPUs of an inventory, ask before hours of work, run it, collect it."""
 
 from __future__ import annotations
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from specrig.errors import UsageError
 from specrig.facts.benchmark import duration
@@ -43,9 +44,7 @@ def bench(args: argparse.Namespace) -> int:
             return 0 if planned.rc == 0 else 1
         if planned.rc == 0 and plan and plan["estimate_s"] > CONFIRM_ABOVE_S and not _agreed(planned, plan):
             return 2
-    result = run_playbook(
-        "benchmark", inventory, {**extra, "decode_bench_yes": True}, _arguments(args), quiet=args.json
-    )
+    result = _run(args, inventory, {**extra, "decode_bench_yes": True})
     return _end(args, inventory, extra, result)
 
 
@@ -55,7 +54,7 @@ def resume(args: argparse.Namespace) -> int:
     extra = _of_run(args, folder)
     extra |= {"decode_bench_resume": folder.name, "decode_bench_yes": True, "decode_bench_take_over": args.take_over}
     inventory = inventory_path(args.inventory)
-    result = run_playbook("benchmark", inventory, extra, _arguments(args), quiet=args.json)
+    result = _run(args, inventory, extra)
     return _end(args, inventory, extra, result, run=folder.name)
 
 
@@ -63,15 +62,11 @@ def abort(args: argparse.Namespace) -> int:
     """``specrig runs abort``: stop what a run left, put production back, collect and label what was finished."""
     folder = run_path(args.run, must_exist=False)
     inventory = inventory_path(args.inventory)
-    result = run_playbook(
-        "benchmark",
-        inventory,
-        {**_of_run(args, folder), "decode_bench_abort": folder.name},
-        _arguments(args),
-        quiet=args.json,
-    )
+    result = _run(args, inventory, {**_of_run(args, folder), "decode_bench_abort": folder.name})
     if args.json:
         print(json.dumps(_summary(result), indent=2))
+    else:
+        _say_notes(result)
     return 130 if result.interrupted else 0 if result.rc == 0 else 1
 
 
@@ -222,6 +217,109 @@ def _arguments(args: argparse.Namespace) -> list[str]:
     return arguments + (["-" + "v" * args.verbose] if args.verbose else [])
 
 
+def _run(args: argparse.Namespace, inventory: Path, extra: dict[str, Any]) -> PlayResult:
+    """Run the playbook: one line a launch, Ansible's own output with ``-v``."""
+    progress = None if args.json or args.verbose else Progress()
+    result = run_playbook(
+        "benchmark",
+        inventory,
+        extra,
+        _arguments(args),
+        quiet=not args.verbose,
+        on_event=progress.event if progress else None,
+    )
+    if progress:
+        progress.close()
+    return result
+
+
+class Progress:
+    """A benchmark as it goes, one line a launch, from ansible-runner's events."""
+
+    STEPS: ClassVar[dict[str, str]] = {
+        "Start the server": "starting",
+        "Pass the gates": "gates",
+        "Run the cells": "measuring",
+        "Stop the server": "stopping",
+        "Put everything back": "putting production back",
+        "Bring the run home": "collecting",
+        "Analyse it": "analysing",
+    }
+
+    def __init__(self) -> None:
+        self._launches: list[dict[str, Any]] = []
+        self._number = 0
+        self._started = time.monotonic()
+        self._live = sys.stderr.isatty()
+        self._shown = ""
+
+    def event(self, event: dict[str, Any]) -> None:
+        """Take one event."""
+        data = event.get("event_data") or {}
+        kind = event.get("event")
+        task = str(data.get("task") or data.get("name") or "")
+        if kind == "playbook_on_task_start":
+            self._step(task)
+        elif kind in ("runner_on_ok", "runner_on_failed"):
+            self._result(task, data.get("res") or {}, kind == "runner_on_failed")
+
+    def close(self) -> None:
+        """End a line that is being rewritten."""
+        self._transient("")
+
+    def _head(self) -> str:
+        if not 0 < self._number <= len(self._launches):
+            return ""
+        launch = self._launches[self._number - 1]
+        return f"launch {self._number}/{len(self._launches)} {launch['profile']}: "
+
+    def _step(self, task: str) -> None:
+        name = task.rsplit(" : ", 1)[-1]
+        if name == "Start the server":
+            self._number += 1
+            self._started = time.monotonic()
+        if name in self.STEPS:
+            self._transient(self._head() + self.STEPS[name])
+
+    def _result(self, task: str, outcome: dict[str, Any], failed: bool) -> None:
+        name = task.rsplit(" : ", 1)[-1]
+        answer = outcome.get("answer")
+        if name.startswith("Make the run folder") and isinstance(answer, dict):
+            self._launches = answer.get("launches", [])
+            self._say(f"run {answer.get('run')}: {answer.get('cells')} cells, {len(self._launches)} launches to do")
+        elif name == "Decide whether and where it can run":
+            for line in (outcome.get("specrig") or {}).get("notes", []):
+                self._say(line)
+        elif name == "Run the cells":
+            states: dict[str, int] = {}
+            for cell in outcome.get("cells") or []:
+                states[cell["state"]] = states.get(cell["state"], 0) + 1
+            counts = ", ".join(f"{count} {state}" for state, count in sorted(states.items())) or "no cell ended"
+            self._say(f"{self._head()}{counts}, {time.monotonic() - self._started:.1f} s")
+            for cell in outcome.get("cells") or []:
+                if cell.get("reason"):
+                    self._say(f"  {cell.get('workload')} {cell['cell']}: {cell['state']}: {cell['reason']}")
+        if failed:
+            message = " ".join(str(outcome.get("msg", "no message")).split())
+            self._say(f"{self._head()}FAILED: {name}: {message}")
+
+    def _say(self, line: str) -> None:
+        self._transient("")
+        print(line, file=sys.stderr, flush=True)
+
+    def _transient(self, text: str) -> None:
+        if self._live and text != self._shown:
+            sys.stderr.write(f"\r\x1b[K{text}")
+            sys.stderr.flush()
+        self._shown = text
+
+
+def _say_notes(result: PlayResult) -> None:
+    for line in result.specrig.get("notes", []):
+        if line.startswith("run "):
+            print(line)
+
+
 def _show_plan(args: argparse.Namespace, planned: PlayResult, plan: dict[str, Any] | None) -> None:
     if args.json:
         print(json.dumps({**_summary(planned), "plan": plan}, indent=2))
@@ -249,13 +347,7 @@ def _end(
     found = run or next((str(item) for item in result.specrig.get("started_runs", [])), None)
     if result.interrupted and found:
         print("interrupted: keeping what was finished, putting production back ...", file=sys.stderr)
-        cleaned = run_playbook(
-            "benchmark",
-            inventory,
-            {**extra, "decode_bench_abort": found, "decode_bench_resume": ""},
-            _arguments(args),
-            quiet=args.json,
-        )
+        cleaned = _run(args, inventory, {**extra, "decode_bench_abort": found, "decode_bench_resume": ""})
         result.specrig.setdefault("runs", []).extend(cleaned.specrig.get("runs", []))
         again = f"specrig runs resume {found}"
         print(
@@ -270,6 +362,7 @@ def _end(
     else:
         for line in result.specrig.get("report", []):
             print(line)
+        _say_notes(result)
     if result.interrupted:
         return 130
     return 0 if result.rc == 0 else 1

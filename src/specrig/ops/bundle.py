@@ -119,15 +119,17 @@ def _rezip(folder: Path) -> Path:
     info = f"specrig-{__version__}.dist-info"
     target = folder / f"specrig-{__version__}-py3-none-any.whl"
     record = []
-    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as scratch:
-        with zipfile.ZipFile(scratch, "w", zipfile.ZIP_DEFLATED) as archive:
-            for name, path in sorted(_installed()):
-                content = path.read_bytes()
-                _add(archive, name, content, executable=os.access(path, os.X_OK))
-                digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
-                record.append(f"{name},sha256={digest},{len(content)}")
-            record.append(f"{info}/RECORD,,")
-            _add(archive, f"{info}/RECORD", ("\n".join(record) + "\n").encode(), executable=False)
+    with (
+        tempfile.NamedTemporaryFile(dir=folder, delete=False) as scratch,
+        zipfile.ZipFile(scratch, "w", zipfile.ZIP_DEFLATED) as archive,
+    ):
+        for name, path in sorted(_installed()):
+            content = path.read_bytes()
+            _add(archive, name, content, executable=os.access(path, os.X_OK))
+            digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+            record.append(f"{name},sha256={digest},{len(content)}")
+        record.append(f"{info}/RECORD,,")
+        _add(archive, f"{info}/RECORD", ("\n".join(record) + "\n").encode(), executable=False)
     return Path(scratch.name).rename(target)
 
 

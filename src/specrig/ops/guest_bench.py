@@ -33,8 +33,8 @@ def plan_run(request: Mapping[str, Any]) -> dict[str, Any]:
     """Plan a sweep, and make the run folder or find what is left of one that is there.
 
     Args:
-        request: ``sweep`` (its text; with ``run`` the run's own is taken), ``files`` (name to text of the .jsonl prompts
-            that it names), ``profiles`` (the inventory's mapping), ``dialects`` (the inventory's additions to
+        request: ``sweep`` (its text; with ``run`` the run's own is taken), ``files`` (name to text of the prompts that
+            it names), ``profiles`` (the inventory's mapping), ``dialects`` (the inventory's additions to
             the method table), ``models`` (folder with the models), ``only`` (globs), ``runs`` (folder of the runs),
             ``run`` (id of the run to go on with, or empty), ``create`` (make or reopen the run folder), ``manifest``
             (more of the manifest), ``time_scale`` (of a simulated engine).
@@ -166,8 +166,8 @@ def _shapes(cells: list[Cell]) -> dict[str, list[dict[str, int]]]:
 def _new_folder(runs: Path, name: str) -> Path:
     """A name that no run has: the sweep's and the time, UTC, to the second; a letter more where that is taken."""
     stem = f"{name}-{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}"
-    for suffix in ("", *"bcdefghij"):
-        folder = runs / (stem + suffix)
+    for suffix in ["", *"bcdefghij"]:
+        folder: Path = runs / (stem + suffix)
         try:
             folder.mkdir(parents=True)
         except FileExistsError:
@@ -258,7 +258,7 @@ def label_run(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def missing(run: RunFolder) -> list[tuple[str, int]]:
-    """The ``(cell, launch)`` pairs of a run's plan that have not ended: not measured, not found invalid, not skipped."""
+    """The ``(cell, launch)`` pairs of a run's plan that have not ended: not measured, found invalid or skipped."""
     done = run.done_cells()
     skipped = {item["cell"] for item in run.manifest.get("skipped", [])}
     wanted = [
