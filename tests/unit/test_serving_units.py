@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import configparser
 import itertools
 import shlex
@@ -302,3 +303,34 @@ def test_somebody_else_s_drop_in_is_told_from_a_harmless_one():
     assert serving.foreign_directives("[Service]\nNice=5\n[Install]\nUser=x\n") == []
     reset = serving.foreign_directives("[Service]\nEnvironmentFile=\n")
     assert "EnvironmentFile= (reset)" in serving.foreign_message("tp4", "/x", reset)
+
+
+@pytest.mark.parametrize("inventory", ["lab", "rtxpro6000x8"])
+def test_every_profile_of_the_inventories_renders_what_sglang_s_flags_take(inventory, repository):
+    import yaml
+
+    from specrig.sim import flags
+
+    values = yaml.safe_load((repository / "inventory" / inventory / "group_vars" / "all.yml").read_text())
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    flags.add_server_arguments(parser)
+    flags.add_simulation_arguments(parser)
+    settings = {
+        "engine": values["sglang_server_engine"],
+        "dialects": values.get("sglang_server_dialects"),
+        "model_root": values["model_store_guest_path"],
+        "listen": values.get("sglang_server_listen", "127.0.0.1"),
+    }
+    command = values["sglang_server_engine"]["command"]
+    for name, profile in values["sglang_server_profiles"].items():
+        gpus = list(range(profile["tp"]))
+        plan = serving.plan_unit(name, profile, {**PLACED, "gpus": gpus, "guest_gpus": gpus}, settings)
+        assert plan["argv"][: len(command)] == command
+        parsed = parser.parse_args(plan["argv"][len(command) :])
+        assert (parsed.tp_size, parsed.port, parsed.context_length) == (
+            profile["tp"],
+            profile["port"],
+            profile["context_length"],
+        )
+        assert (parsed.speculative_algorithm is None) == (profile["method"] == "autoregressive")
+        assert plan["env"]["CUDA_VISIBLE_DEVICES"] == ",".join(str(gpu) for gpu in gpus)
