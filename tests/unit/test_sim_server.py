@@ -258,6 +258,10 @@ class TestOpenAI:
         ids = client.tokenize(messages=messages)
         answer = client.generate(messages=messages, max_new_tokens=2)
         assert answer["usage"]["prompt_tokens"] == len(ids) > len(client.tokenize("Why is the sky blue?"))
+        tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+        asked = {"messages": messages, "tools": [tool], "max_tokens": 1}
+        counted = httpx.post(plain.url + "/v1/chat/completions", json=asked).json()["usage"]["prompt_tokens"]
+        assert counted > len(ids)
 
 
 class TestLimitsOfAServer:

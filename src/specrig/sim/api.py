@@ -363,8 +363,9 @@ class Server:
         tokenizer = self._ready_tokenizer()
         thinking = _thinking(body)
         prompt = body.get("add_generation_prompt", True) is not False
+        tools = body.get("tools") if isinstance(body.get("tools"), list) else None
         try:
-            return await asyncio.to_thread(tokenizer.chat_ids, messages, thinking, prompt)
+            return await asyncio.to_thread(tokenizer.chat_ids, messages, thinking, prompt, tools)
         except Exception as error:
             raise Refused(f"the chat template failed: {error}") from error
 

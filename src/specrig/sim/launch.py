@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib.util
 import json
 import os
 import select
@@ -60,6 +61,8 @@ def launch(args: argparse.Namespace) -> int:
             f"{config.min_step_s * 1000:g} ms of wall time; --sim-allow-fast takes it as it is",
         )
     log("start", f"specrig sim (simulated, not a GPU): {config.command}", simulated=True)
+    if importlib.util.find_spec("setproctitle") is None:
+        log("titles", "setproctitle is not installed (extra specrig[sim]): the ranks keep the name of this process")
     fault = config.faults.get("wrong-gpus")
     try:
         ranks = start(config.tp_size, config.gpu_ids, int(fault.number) if fault is not None else 0)
