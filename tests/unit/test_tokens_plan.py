@@ -116,6 +116,17 @@ def test_a_server_with_another_tokenizer(tokenizer: Tokenizer) -> None:
     ).infeasible
 
 
+def test_a_missing_file_is_bad_input(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    text = "name: n\nmodel: M\nworkloads: [{name: w, prompts: own.jsonl, output_tokens: 8}]\n"
+    limits = {None: Limits(context_length=60)}
+    with pytest.raises(UsageError, match=r"own\.jsonl: cannot be read: No such file"):
+        plan(parse_sweep(text), tokenizer, limits, source=tmp_path / "s.yml")
+    (tmp_path / "own.jsonl").write_text('{"prompt": "short"}\n{"prompt": "' + "the " * 50 + '"}\n')
+    planned = plan(parse_sweep(text), tokenizer, limits, source=tmp_path / "s.yml")
+    # the longest row counts: 50 words, a space at the end and the template are more than a window of 60 less 7 takes
+    assert [i.title for i in planned.infeasible] == ["w n8 c1"]
+
+
 CLAIM = """\
 name: incident
 model: M
@@ -213,6 +224,7 @@ def test_plan_command_with_profiles(
         (("--context-length", "x"), "'x'; expected a number"),
         (("--context-length", "0"), "'0'; expected numbers above 0"),
         (("--profiles", "nowhere.yml"), "nowhere.yml: cannot be read: No such file"),
+        (("--context-length", "9999", "--headroom", "-1"), "'-1'; expected numbers above 0"),
         (("--context-length", "9999", "--sd-log", "-1"), "'-1'; expected a number above 0"),
     ],
 )

@@ -35,11 +35,11 @@ def exact(tokenizer: Tokenizer, prompt: Prompt, tokens: int, thinking: bool = Fa
     assert tokenizer.encode(prompt.text) == prompt.ids
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_exact_to_the_token(tokenizer: Tokenizer, data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(KINDS))
-    tokens = data.draw(st.one_of(st.integers(48, 400), st.integers(400, 9_000)))
+    tokens = data.draw(st.one_of(st.integers(48, 400), st.integers(400, 6_000)))
     thinking = data.draw(st.booleans())
     cache = data.draw(st.sampled_from(["flush", "unique", "shared"]))
     factory = PromptFactory(tokenizer, kind, tokens, data.draw(st.integers(0, 5)), thinking, cache)
@@ -48,7 +48,7 @@ def test_exact_to_the_token(tokenizer: Tokenizer, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("kind", ["prose", "code", "repeat"])
 def test_very_short_ones(tokenizer: Tokenizer, kind: str) -> None:
-    for tokens in range(14, 64):
+    for tokens in range(14, 64, 3):
         exact(tokenizer, PromptFactory(tokenizer, kind, tokens).build(tokens), tokens)
 
 
@@ -76,12 +76,12 @@ def test_the_same_every_time_and_another_for_another_seed(tokenizer: Tokenizer, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tokens", [120, 1_500])
+@pytest.mark.parametrize("tokens", [120, 700])
 @pytest.mark.parametrize("cache", ["flush", "unique", "shared"])
 def test_every_index_is_another_prompt(tokenizer: Tokenizer, kind: str, tokens: int, cache: str) -> None:
     factory = PromptFactory(tokenizer, kind, tokens, cache=cache)
-    prompts = [factory.build(i) for i in range(100)]
-    assert len({p.text for p in prompts}) == len({p.id for p in prompts}) == 100
+    prompts = [factory.build(i) for i in range(60)]
+    assert len({p.text for p in prompts}) == len({p.id for p in prompts}) == 60
 
 
 def common(a: Prompt, b: Prompt) -> int:

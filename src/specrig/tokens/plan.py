@@ -106,7 +106,7 @@ def plan(
         server_count: what the running server counts for messages, to check the tokenizer against it.
 
     Raises:
-        UsageError: a profile has no limits, or the sweep names what is not there.
+        UsageError: a profile has no limits, or the sweep names what is not there, such as a .jsonl file.
     """
     pace = pace or Pace()
     chosen = tuple(expand(sweep, profiles) if cells is None else cells)
@@ -156,8 +156,8 @@ def _measure(
     cell: Cell, tokenizer: Tokenizer, base: Path | None, server_count: Counter | None
 ) -> tuple[int, int] | str:
     """Return (longest prompt, tokens around a text) of a cell as built, or why it cannot be built as asked."""
+    factory = for_cell(tokenizer, cell, base)
     try:
-        factory = for_cell(tokenizer, cell, base)
         if cell.prompt_tokens is None:
             prompts = [factory.build(i) for i in range(min(cell.requests, 200))]
         else:
