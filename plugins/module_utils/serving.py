@@ -476,6 +476,42 @@ def decide(plan, unit, process, want_running):
     return "start", ["it is not running"], []
 
 
+def leftovers(profiles, look, needed):
+    """Servers of benchmark profiles that still run, and what to do with them.
+
+    A launch outlives its controller, so a server beside a running benchmark unit is left to it, unless production has
+    to be started on its GPUs: then the benchmark was killed, and gives way.
+
+    Args:
+        profiles: ``sglang_server_profiles``.
+        look: what serving_look saw.
+        needed: GPUs, as the guest counts, of the production profiles that have to be started.
+
+    Returns:
+        ``(profiles to stop, benchmark units to stop, lines)``.
+    """
+    units, processes = look.get("units") or {}, look.get("processes") or {}
+    running = sorted(
+        name
+        for name, row in profiles.items()
+        if not row.get("serve")
+        and (units.get(name) or {}).get("active") in ("active", "activating", "reloading", "deactivating")
+    )
+    benchmarks = list(look.get("benchmarks") or [])
+    if not benchmarks:
+        return running, [], ["{0}: a benchmark left its server running".format(name) for name in running]
+    in_the_way = [name for name in running if _visible(processes.get(name)) & set(needed)]
+    if in_the_way:
+        line = "a killed benchmark ({0}) holds GPUs of production".format(", ".join(benchmarks))
+        return running, benchmarks, [line]
+    return [], [], ["a benchmark runs ({0}); its servers are left alone".format(", ".join(benchmarks))]
+
+
+def _visible(process):
+    text = ((process or {}).get("environ") or {}).get("CUDA_VISIBLE_DEVICES") or ""
+    return {int(part) for part in text.split(",") if part.strip().isdigit()}
+
+
 # ---- device and completion gates -------------------------------------------------------------------------------
 
 ENODEV_NAMES = ("ENXIO", "ENODEV")

@@ -220,19 +220,6 @@ def plan_all(module, names):
     return plans, problems
 
 
-def leftovers(params):
-    """Benchmark profiles whose server runs although no benchmark does."""
-    if params["look"].get("benchmarks"):
-        return []
-    units = params["look"].get("units") or {}
-    return sorted(
-        name
-        for name, row in params["profiles"].items()
-        if not row.get("serve")
-        and (units.get(name) or {}).get("active") in ("active", "activating", "reloading", "deactivating")
-    )
-
-
 def write_files(files, template_settings, plans):
     """Names of the profiles whose files changed; ``*`` for the template."""
     changed = []
@@ -273,7 +260,6 @@ def main():
     served = [name for name, row in params["profiles"].items() if row.get("serve")]
     names = served if state == "present" else params["names"]
     plans, problems = ({}, []) if state == "stopped" else plan_all(module, names)
-    stop = sorted(params["names"]) if state == "stopped" else leftovers(params) if state == "present" else []
     for name in list(plans):
         overridden = foreign_lines(name)
         if overridden:
@@ -301,6 +287,13 @@ def main():
             (start if action == "start" else restart).append(name)
             found.append("{0}: {1}".format(name, "; ".join(reasons)))
             changed.append("{0} {1}".format("restarted" if action == "restart" else "started", name))
+    stop, benchmarks = sorted(params["names"]), []
+    if state == "present":
+        needed = {index for name in start + restart for index in plans[name]["guest_gpus"]}
+        stop, benchmarks, lines = serving.leftovers(params["profiles"], params["look"], needed)
+        found += lines
+    elif state == "started":
+        stop = []
     stop = [
         name
         for name in stop
@@ -308,9 +301,8 @@ def main():
         or (units.get(name) or {}).get("active") == "failed"
     ]
     for name in stop:
-        if state == "present":
-            found.append("{0}: a benchmark left its server running".format(name))
         changed.append("stopped {0}".format(name))
+    changed += ["stopped {0}".format(unit) for unit in benchmarks]
 
     enable = [name for name in plans if plans[name]["serve"] and (units.get(name) or {}).get("enabled") != "enabled"]
     disable = []
@@ -331,7 +323,7 @@ def main():
         if reload_needed:
             systemctl(module, "daemon-reload")
         if stop:
-            systemctl(module, "stop", *[serving.unit_name(name) for name in stop])
+            systemctl(module, "stop", *benchmarks, *[serving.unit_name(name) for name in stop])
             systemctl(module, "reset-failed", serving.UNIT_PREFIX + "*.service")
         for verb, which in (("enable", enable), ("disable", disable)):
             if which:

@@ -334,3 +334,30 @@ def test_every_profile_of_the_inventories_renders_what_sglang_s_flags_take(inven
         )
         assert (parsed.speculative_algorithm is None) == (profile["method"] == "autoregressive")
         assert plan["env"]["CUDA_VISIBLE_DEVICES"] == ",".join(str(gpu) for gpu in gpus)
+
+
+TABLE = {"chat": {"serve": True}, "tp4": {"serve": False}, "tp8": {"serve": False}}
+
+
+def test_a_benchmark_s_server_is_stopped_once_no_benchmark_runs():
+    look = {"units": {"chat": {"active": "active"}, "tp4": {"active": "active"}, "tp8": {"active": "inactive"}}}
+    stop, units, lines = serving.leftovers(TABLE, look, {0})
+    assert (stop, units) == (["tp4"], [])
+    assert lines == ["tp4: a benchmark left its server running"]
+
+
+def test_a_running_benchmark_keeps_its_server_unless_production_needs_the_gpus():
+    look = {
+        "units": {"tp8": {"active": "active"}},
+        "processes": {"tp8": {"environ": {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}}},
+        "benchmarks": ["specrig-bench-x-0.service"],
+    }
+    stop, units, lines = serving.leftovers(TABLE, look, set())
+    assert (stop, units) == ([], [])
+    assert "left alone" in lines[0]
+    assert serving.leftovers(TABLE, look, {0}) == (
+        ["tp8"],
+        ["specrig-bench-x-0.service"],
+        ["a killed benchmark (specrig-bench-x-0.service) holds GPUs of production"],
+    )
+    assert serving.leftovers(TABLE, {}, {0}) == ([], [], [])
