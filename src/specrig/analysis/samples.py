@@ -102,6 +102,12 @@ def arms(run: RunData) -> dict[str, str]:
     return out
 
 
+def method_order(name: str) -> tuple[bool, str, int]:
+    """Sorts chains before trees, trees by budget."""
+    head, _, tail = name.split("@")[0].rpartition("-b")
+    return (True, head, int(tail)) if head and tail.isdigit() else (False, name, 0)
+
+
 def collect(run: RunData, valid: Mapping[Part, PartValidity]) -> Samples:
     """The samples of every valid part of the run."""
     arm = arms(run)

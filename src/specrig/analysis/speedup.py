@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from specrig.analysis.frames import Part, RunData
 from specrig.analysis.intervals import DEFAULT_LEVEL, DEFAULT_MARGIN, Estimate, estimate
-from specrig.analysis.samples import Key, Sample, arms, by_arm, key_of
+from specrig.analysis.samples import Key, Sample, arms, by_arm, key_of, method_order
 from specrig.analysis.validity import PartValidity
 
 DECODE, END_TO_END, THROUGHPUT, SESSION = "decode", "end_to_end", "throughput", "session"
@@ -72,9 +72,11 @@ def speedups(
     level: float = DEFAULT_LEVEL,
     bootstrap: bool = True,
     metrics: tuple[str, ...] = (DECODE, END_TO_END, THROUGHPUT, SESSION),
-    every_pair: bool = False,
 ) -> list[Speedup]:
-    """Speed-ups of every method over the baseline and, with ``every_pair``, of every method over every other."""
+    """Speed-ups of every method over the baseline, and of every later method over every earlier one.
+
+    Chains come before trees and small budgets before large ones; the other direction is the inverse, ends swapped.
+    """
     out: list[Speedup] = []
     samples = list(rows)
     tables: dict[str, dict[Key, dict[str, Cells]]] = {}
@@ -91,10 +93,11 @@ def speedups(
         for key in sorted(by_key):
             found = by_key[key]
             for base in sorted(found):
-                if base != baseline and base.split("@")[0] != baseline and not every_pair:
-                    continue
+                is_baseline = base.split("@")[0] == baseline
                 for method in sorted(found):
-                    if method == base:
+                    if method == base or method.split("@")[0] == baseline:
+                        continue
+                    if not is_baseline and method_order(method) <= method_order(base):
                         continue
                     item = compare_cells(found[method], found[base], margin=margin, level=level, bootstrap=bootstrap)
                     if item is None:

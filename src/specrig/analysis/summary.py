@@ -35,7 +35,6 @@ def summarise(
     margin: float | None = None,
     level: float = DEFAULT_LEVEL,
     max_post_eos: float = MAX_POST_EOS_SHARE,
-    every_pair: bool = False,
 ) -> Row:
     """Everything the reports show, as JSON-ready values; unknown is None.
 
@@ -44,7 +43,6 @@ def summarise(
         margin: the verdict's margin; the sweep's own, else 2 %, when None.
         level: confidence level of the intervals.
         max_post_eos: largest share of tokens after the first end-of-sequence token in a valid cell.
-        every_pair: speed-ups of every method over every other, not only over the baseline.
     """
     manifest = run.manifest
     sweep = _mapping(manifest.get("sweep"))
@@ -54,7 +52,8 @@ def summarise(
         margin = number(sweep.get("margin")) or DEFAULT_MARGIN
     valid = judge(run, max_post_eos)
     samples = collect(run, valid)
-    found = speedups(samples.rows, run, valid, baseline, margin=margin, level=level, every_pair=every_pair)
+    found = speedups(samples.rows, run, valid, baseline, margin=margin, level=level)
+    over_baseline = [item for item in found if item.baseline.split("@")[0] == baseline]
     choices, losses = _choices(samples.rows, run, valid, baseline)
     origin = engine_of(run)
     problems = list(run.problems)
@@ -65,7 +64,7 @@ def summarise(
     ]
     problems += [f"{count} samples left out: {why}" for why, count in samples.left_out.items()]
     cells = _cells(run, valid, samples)
-    problems += _gaps(cells, found, baseline)
+    problems += _gaps(cells, over_baseline, baseline)
     return {
         "schema": SCHEMA,
         "run": run.name,
@@ -87,7 +86,8 @@ def summarise(
         "level": level,
         "launches": _launches(run),
         "cells": cells,
-        "speedups": [_speedup(item) for item in found],
+        "speedups": [_speedup(item) for item in over_baseline],
+        "pairs": [_speedup(item) for item in found if item not in over_baseline],
         "best": choices,
         "regret": losses,
         "agentic": _agentic(run, valid, found, baseline),

@@ -18,7 +18,7 @@ MAX_POST_EOS_SHARE = 0.25
 CACHE_TOLERANCE_TOKENS = 64
 """Prompt tokens found in the cache that a flushed or unique cell may show: chat templates share their first tokens."""
 CACHE_TOLERANCE_SHARE = 0.01
-MIN_RUNNING_SHARE = 0.75
+MIN_RUNNING_SHARE = 0.5
 """Mean running requests on the server over the window, as a share of the concurrency asked for."""
 
 BASELINE_METHODS = frozenset({"autoregressive"})

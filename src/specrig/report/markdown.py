@@ -24,16 +24,17 @@ def markdown(summary: dict[str, Any]) -> str:
             out += ["Intervals within one launch; no verdict.", ""]
         head = ["workload", "prompt", "load", "method", "tokens/s", "accepted"]
         head += [f"decode @{n}" for n in table["lengths"]] + ["end to end", "throughput"]
-        rows = [
-            [group["workload"], group["prompt_tokens"], group["load"], row["method"], row["rate"], row["acceptance"]]
-            + (
-                ["baseline" if row["state"] == "valid" else row["state"], *[""] * (len(table["lengths"]) + 1)]
-                if row["is_baseline"] or row["state"] != "valid"
-                else [_cell(item) for item in [*row["lengths"], row["end_to_end"], row["throughput"]]]
-            )
-            for group in table["groups"]
-            for row in group["rows"]
-        ]
+        head += [f"decode over {table['reference']}"] if table["reference"] else []
+        extra = 1 if table["reference"] else 0
+        rows = []
+        for group in table["groups"]:
+            for row in group["rows"]:
+                line = [group["workload"], group["prompt_tokens"], group["load"], row["method"], row["rate"]]
+                items = [*row["lengths"], row["end_to_end"], row["throughput"], *[row["over_reference"]] * extra]
+                said = "baseline" if row["state"] == "valid" else row["state"]
+                plain = row["is_baseline"] or row["state"] != "valid"
+                rest = [said, *[""] * (len(items) - 1)] if plain else [_cell(item) for item in items]
+                rows.append([*line, row["acceptance"], *rest])
         out += [*_table(head, rows, right=range(4, len(head))), ""]
     for table in shown["best"]:
         out += [f"## Best method per cell, {table['title']}", "", f"{'; '.join(table['how']).capitalize()}.", ""]

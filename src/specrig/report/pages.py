@@ -30,7 +30,7 @@ def html(summary: dict[str, Any]) -> str:
             item
             for group in table["groups"]
             for row in group["rows"]
-            for item in [*row["lengths"], row["end_to_end"], row["throughput"]]
+            for item in [*row["lengths"], row["over_reference"], row["end_to_end"], row["throughput"]]
         ]
         caveat = caveat or any(item["caveat"] for item in items if item)
     rules = sorted({rule for row in shown["cells"] for rule in row["unknown"]})

@@ -12,7 +12,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", metavar="DIR", help="where to write (default: into RUN; of several: ./specrig-report)")
     add("--margin", metavar="M", help="margin of the verdicts, as 0.02 or 2%% (default: the sweep's own, else 2%%)")
     add("--level", metavar="L", default="95%", help="confidence level of the intervals (default 95%%)")
-    add("--all-pairs", action="store_true", help="every method over every other, in summary.json")
     add(
         "--max-post-eos",
         metavar="S",
@@ -42,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     limit = share(args.max_post_eos, "--max-post-eos", 0.0, 1.0)
     runs = [read_run(path) for path in args.runs]
     data = merge_runs(runs)
-    summary = summarise(data, margin=margin, level=level, max_post_eos=limit, every_pair=args.all_pairs)
+    summary = summarise(data, margin=margin, level=level, max_post_eos=limit)
     truth = None
     if args.truth:
         from specrig.analysis.truth import compare_truth, read_truth

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from specrig.analysis.samples import method_order
 from specrig.report import text
 
 Row = dict[str, Any]
@@ -91,14 +92,14 @@ def _table(summary: Row, tp: int, agentic: set[str]) -> Row:
     cells = [
         row for row in summary["cells"] if (row["tp"] or 0) == tp and (row["workload"] or "unknown") not in agentic
     ]
-    found = [
-        row
-        for row in summary["speedups"]
-        if row["tp"] == tp and row["workload"] not in agentic and row["baseline"].split("@")[0] == summary["baseline"]
-    ]
+    found = [row for row in summary["speedups"] if row["tp"] == tp and row["workload"] not in agentic]
     decode = _pick([row for row in found if row["metric"] == "decode"])
     whole = _pick([row for row in found if row["metric"] == "end_to_end"])
     through = _pick([row for row in found if row["metric"] == "throughput"])
+    methods = sorted({str(row["method"]) for row in cells if row["valid"]} - {summary["baseline"]}, key=method_order)
+    reference = methods[0] if len(methods) > 1 and "@" not in methods[0] else None
+    against = [row for row in summary["pairs"] if row["tp"] == tp and row["baseline"] == reference]
+    pairs = _pick([row for row in against if row["metric"] == "decode"])
     lengths = sorted({key[2] for key in decode} | {int(row["output_tokens"] or 0) for row in cells})
     groups: dict[tuple[str, int, int, float], Row] = {}
     for row in sorted(cells, key=lambda c: (_group_key(c), c["output_tokens"] or 0)):
@@ -125,11 +126,12 @@ def _table(summary: Row, tp: int, agentic: set[str]) -> Row:
             "acceptance": text.length(row["acceptance"]["sum_over_sum"] if row["acceptance"] else None),
             "length": row["output_tokens"],
             "lengths": [cell_speedup(item) if (item := decode.get((key, row["method"], n))) else None for n in lengths],
+            "over_reference": _longest(pairs, key, row["method"]),
             "end_to_end": _longest(whole, key, row["method"]),
             "throughput": _longest(through, key, row["method"]),
         }
     for group in groups.values():
-        order = sorted(group["rows"].values(), key=lambda r: (not r["is_baseline"], _natural(r["method"])))
+        order = sorted(group["rows"].values(), key=lambda r: (not r["is_baseline"], method_order(r["method"])))
         group["rows"] = order
     rows = [r for g in groups.values() for r in g["rows"]]
     return {
@@ -139,6 +141,7 @@ def _table(summary: Row, tp: int, agentic: set[str]) -> Row:
         "groups": list(groups.values()),
         "has_speedups": bool(found),
         "has_valid": any(r["state"] == "valid" for r in rows),
+        "reference": reference if any(r["over_reference"] for r in rows) else None,
         "has_throughput": any(r["throughput"] for r in rows),
         "has_acceptance": any(r["acceptance"] != text.UNKNOWN for r in rows),
         "single_launch": bool(found) and all(row["launches"] < 2 for row in found),
@@ -173,12 +176,6 @@ def _forest(groups: Any, lengths: list[int]) -> list[Row]:
     return out if lengths else []
 
 
-def _natural(name: str) -> tuple[bool, str, int]:
-    """Chains before trees, trees by budget."""
-    head, _, tail = name.split("@")[0].rpartition("-b")
-    return (True, head, int(tail)) if head and tail.isdigit() else (False, name, 0)
-
-
 def _headline(summary: Row, agentic: set[str]) -> list[str]:
     """A sentence per tp: the largest speed-up with its interval, where, and what the sample allows to say."""
     out: list[str] = []
@@ -186,10 +183,7 @@ def _headline(summary: Row, agentic: set[str]) -> list[str]:
         rows = [
             row
             for row in summary["speedups"]
-            if row["tp"] == tp
-            and row["metric"] == "decode"
-            and row["workload"] not in agentic
-            and row["baseline"].split("@")[0] == summary["baseline"]
+            if row["tp"] == tp and row["metric"] == "decode" and row["workload"] not in agentic
         ]
         if not rows:
             continue
@@ -306,7 +300,7 @@ def _regret(summary: Row) -> list[Row]:
 
 
 def _agentic_order(row: Row) -> tuple[Any, ...]:
-    return (row["tp"], row["workload"], row["concurrency"], row["speedup"] is not None, _natural(row["method"]))
+    return (row["tp"], row["workload"], row["concurrency"], row["speedup"] is not None, method_order(row["method"]))
 
 
 def _agentic(row: Row) -> Row:
@@ -328,7 +322,9 @@ def _agentic(row: Row) -> Row:
 def _decomposition(summary: Row, agentic: set[str]) -> list[Row]:
     """Where a speed-up comes from, at each cell's full length."""
     out = []
-    for row in sorted(summary["speedups"], key=lambda r: (r["tp"], _group_key(r), r["length"], _natural(r["method"]))):
+    for row in sorted(
+        summary["speedups"], key=lambda r: (r["tp"], _group_key(r), r["length"], method_order(r["method"]))
+    ):
         parts = row["decomposition"]
         full = row["length"] == row["output_tokens"]
         if row["metric"] != "decode" or not parts or not full or row["workload"] in agentic:
@@ -353,7 +349,7 @@ def _decomposition(summary: Row, agentic: set[str]) -> list[Row]:
 
 
 def _cell_order(row: Row) -> tuple[Any, ...]:
-    return (row["tp"] or 0, _group_key(row), row["output_tokens"] or 0, _natural(row["method"]))
+    return (row["tp"] or 0, _group_key(row), row["output_tokens"] or 0, method_order(row["method"]))
 
 
 def _cell(row: Row) -> Row:

@@ -438,3 +438,15 @@ def test_plain_loads_of_two_methods_share_cell_ids_and_stay_apart(builder: Any, 
     summary = summarise(merge_runs(runs))
     assert [cell["method"] for cell in summary["cells"]] == ["autoregressive", "dflash"]
     assert pick(summary["speedups"], metric="decode")["speedup"] == pytest.approx(3.2)
+
+
+def test_a_tree_over_the_chain_is_the_ratio_of_their_speedups(make_run: Any) -> None:
+    """ddtree 5 / 28 ms against dflash 4 / 25 ms: 1.11607; in one direction only, and not among the speed-ups."""
+    summary = summarise(read_run(make_run()))
+    row = pick(summary["pairs"], metric="decode")
+    assert (row["method"], row["baseline"], row["verdict"]) == ("ddtree-b15", "dflash", "faster")
+    assert row["speedup"] == pytest.approx(5 / 28 / (4 / 25))
+    assert {row["baseline"] for row in summary["speedups"]} == {"autoregressive"}
+    # the decomposition of a method over a method: 256 tokens in 51 steps against 64
+    assert row["decomposition"]["base_tokens_per_step"] == pytest.approx(4.0)
+    assert row["decomposition"]["tokens_per_step"] == pytest.approx(256 / 51)
