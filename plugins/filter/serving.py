@@ -30,9 +30,11 @@ def placement_rows(names, plan, look):
     rows = []
     for name in names:
         if name in (plan.get("refused") or {}):
-            rows.append(serving.refused_row(name, plan["refused"][name]))
+            rows.append(serving.refused_row(name, plan["refused"][name].removeprefix(name + ": ")))
         else:
-            rows.append(placement.verify(planned.get(name), look, name))
+            row = placement.verify(planned.get(name), look, name)
+            # The row's subject says the name already.
+            rows.append(dict(row, message=row["message"].removeprefix(name + ": ")))
     return rows
 
 
