@@ -155,21 +155,35 @@ def test_the_acceptance_bound_of_a_tree_is_its_depth_never_its_nodes() -> None:
     assert checks.acceptance_bound("autoregressive", chain) is None
 
 
-def test_concurrency_is_what_ran_on_the_server() -> None:
-    together = [Stream(sent=0, due=0, t=[1, 10], k=[1, 9]) for _ in range(4)]
-    apart = [Stream(sent=0, due=0, t=[1 + 10 * i, 10 + 10 * i], k=[1, 9]) for i in range(4)]
-    four = cell(concurrency=4)
-    good = checks.concurrency_reached(four, steady(together, 4), None, None, 4)
-    assert good is not None
-    assert good.ok is True
-    capped = checks.concurrency_reached(four, steady(apart, 2), None, None, 4)
-    assert capped is not None
-    assert capped.ok is False
-    # the server's own count wins over the streams'
-    polled = checks.concurrency_reached(four, steady(together, 4), 1.9, 2, 4)
-    assert polled is not None
-    assert polled.ok is False
-    assert checks.concurrency_reached(cell(concurrency=1), steady(together, 1), None, None, 4) is None
+def reached(streams: list[Stream], polls: list[tuple[float, int, int]] | None = None, concurrency: int = 4) -> Any:
+    wanted = cell(concurrency=concurrency)
+    return checks.concurrency_reached(wanted, streams, steady(streams, concurrency), polls or [])
+
+
+def test_concurrency_is_what_the_server_worked_on() -> None:
+    together = [Stream(sent=0, due=0, t=[1, 10], k=[1, 9], queue_s=0.5) for _ in range(4)]
+    assert reached(together).ok is True
+    assert reached(together).seen == "4.00 on average, 4 at most"
+    # two at a time: the others queue until those are done
+    capped = [
+        Stream(sent=0, due=0, t=[1 + late, 9 + late, 10.01 + late], k=[1, 8, 1], queue_s=late)
+        for late in (0, 0, 10, 10)
+    ]
+    row = reached(capped)
+    assert (row.ok, row.expected) == (False, 4)
+    assert "2 at most" in row.seen
+    assert reached(together, concurrency=1) is None
+
+
+def test_prefill_counts_as_work_where_the_queue_is_known() -> None:
+    # each is prefilled for 9 s and decodes for 1 s, one second apart: never two decode, up to four are in work
+    rows = [Stream(sent=float(i), due=0.0, t=[i + 9.0, i + 9.9], k=[1, 9], queue_s=0.0) for i in range(8)]
+    assert reached(rows).ok is True
+    # without the queue's time that is not known, unless requests were seen waiting while too few ran
+    blind = [Stream(sent=s.sent, due=0.0, t=s.t, k=s.k) for s in rows]
+    assert reached(blind).ok is None
+    assert reached(blind, [(10.0, 1, 0)]).ok is None
+    assert reached(blind, [(10.0, 1, 3)]).ok is False
 
 
 def test_the_clients_lateness_is_held_against_what_it_measured() -> None:

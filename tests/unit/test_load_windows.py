@@ -43,7 +43,6 @@ def test_two_waves_end_with_the_finish_after_which_nothing_is_sent() -> None:
     assert window.tokens == 5  # 2.0, 3.0, 2.5, 4.0, 3.5
     # running inside: 0.5 + 1.5 + 1.5 + 0.5 stream-seconds over 2.5 s
     assert window.running_mean == pytest.approx(4.0 / 2.5)
-    assert window.running_peak == 2
 
 
 def test_one_request_has_a_window_of_its_decode() -> None:
@@ -66,8 +65,9 @@ def test_open_loop_window_is_the_time_of_arrivals() -> None:
     assert (window.start, window.end, window.tokens) == (0.0, 2.0, 4)
 
 
-def test_peak_counts_streams_between_first_and_last_token() -> None:
-    assert peak([stream(0, [1, 4]), stream(0, [2, 3]), stream(0, [4, 5])]) == 2
+def test_peak_counts_requests_in_work_up_to_their_last_chunk_but_one() -> None:
+    assert peak([stream(0, [1, 3, 4]), stream(0, [2, 3, 5]), stream(0, [3.5, 4, 5])]) == 2
+    assert peak([stream(0, [1, 3, 4]), stream(3.9, [4, 5])]) == 1
     assert peak([]) == 0
 
 

@@ -39,7 +39,6 @@ WARMUP_TOKENS = 32
 WARMUP_SHORT_PROMPT = 256
 POLL_S = 0.25
 FLUSH_S = 30.0
-_MIN_POLLS = 4
 
 
 class Sink(Protocol):
@@ -113,7 +112,7 @@ class _Job:
 class _Outcome:
     records: list[Request] = field(default_factory=list)
     streams: list[Stream] = field(default_factory=list)
-    polls: list[tuple[float, float]] = field(default_factory=list)
+    polls: list[tuple[float, int, int]] = field(default_factory=list)
     gave_up: bool = False
     in_row: int = 0
 
@@ -432,7 +431,9 @@ def _keep(
         t = [round(moment - context.origin, 6) for moment in decoder.t]
         context.sink.append_chunks(ChunkTrace(cell=cell.id, launch=context.launch, index=job.index, t=t, k=decoder.k))
         if record.ok:
-            outcome.streams.append(Stream(sent=exchange.sent, due=due, t=decoder.t, k=decoder.k))
+            outcome.streams.append(
+                Stream(sent=exchange.sent, due=due, t=decoder.t, k=decoder.k, queue_s=decoder.queue_s)
+            )
     context.sink.append_request(record)
     outcome.in_row = 0 if record.ok else outcome.in_row + 1
     if outcome.in_row >= max(8, 2 * (cell.concurrency or 1)):
@@ -547,7 +548,7 @@ async def _poll(cell: Cell, context: Context, outcome: _Outcome) -> None:
             return
         if not ranks:
             return
-        outcome.polls.append((at, running))
+        outcome.polls.append((at, running, waiting))
         context.sink.append_telemetry(
             {
                 "at_s": round(at - context.origin, 6),
@@ -582,9 +583,6 @@ def _judge(
     window = (
         steady(outcome.streams, cell.concurrency or 1) if cell.arrival == "closed" else arrivals_window(outcome.streams)
     )
-    inside = [running for at, running in outcome.polls if window is not None and window.start < at <= window.end]
-    server_running = sum(inside) / len(inside) if len(inside) >= _MIN_POLLS else None
-    server_peak = max((int(running) for _, running in outcome.polls), default=None)
     checks: list[Check] = [
         rules.failures(records, planned),
         rules.asked_for(cell, before),
@@ -592,7 +590,7 @@ def _judge(
     ]
     if good:
         checks += rules.record_checks(cell, good, known["method"], rules.acceptance_bound(known["method"], before))
-        reached = rules.concurrency_reached(cell, window, server_running, server_peak, len(records))
+        reached = rules.concurrency_reached(cell, outcome.streams, window, outcome.polls)
         if reached is not None:
             checks.append(reached)
         checks.append(rules.client_kept_up(lag, good))
@@ -614,7 +612,7 @@ def _judge(
         requests=len(records),
         ok=len(good),
         wall_s=round(wall, 6),
-        window=_window(context, window, server_running, server_peak),
+        window=_window(context, outcome, window),
         checks=checks,
         output_tokens_total=sum(record.output_tokens or 0 for record in good),
         peak_tokens_per_s=peak_rate(outcome.streams),
@@ -627,19 +625,18 @@ def _judge(
     )
 
 
-def _window(
-    context: Context, window: Steady | None, server_running: float | None, server_peak: int | None
-) -> Window | None:
+def _window(context: Context, outcome: _Outcome, window: Steady | None) -> Window | None:
     if window is None:
         return None
+    service = all(stream.queue_s is not None for stream in outcome.streams)
     return Window(
         start_s=round(window.start - context.origin, 6),
         end_s=round(window.end - context.origin, 6),
         tokens=window.tokens,
         tokens_per_s=window.tokens_per_s,
-        running_mean=window.running_mean if server_running is None else server_running,
-        running_source="streams" if server_running is None else "server",
-        running_peak=max(window.running_peak, server_peak or 0),
+        running_mean=window.running_mean if service else None,
+        running_peak=window.running_peak if service else None,
+        running_source="server" if service else None,
         waves=round(window.waves, 3),
     )
 

@@ -16,12 +16,19 @@ class Stream:
         due: when it was due.
         t: chunk arrivals, ascending.
         k: new tokens of each chunk.
+        queue_s: how long the server says it waited before its prefill began; null = not known.
     """
 
     sent: float
     due: float
     t: Sequence[float]
     k: Sequence[int]
+    queue_s: float | None = None
+
+    @property
+    def service(self) -> tuple[float, float]:
+        """From when to when the server worked on it: prefill included where the queue is known, else decoding only."""
+        return (self.t[0] if self.queue_s is None else self.sent + self.queue_s), self.t[-1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +39,7 @@ class Steady:
         start, end: tokens with start < t <= end are counted.
         tokens: how many there are.
         tokens_per_s: tokens over the window's length.
-        running_mean: streams between their first and last token, averaged over the window's time.
+        running_mean: requests that the server worked on, averaged over the window's time.
         running_peak: the most of them at once, in the whole cell.
         waves: requests over concurrency; under 10 the window is short, 1 is a single wave.
     """
@@ -88,7 +95,7 @@ def _window(streams: Sequence[Stream], start: float, end: float, waves: float) -
         return None
     tokens = sum(k for s in streams for t, k in zip(s.t, s.k, strict=True) if start < t <= end)
     span = end - start
-    running = sum(max(0.0, min(s.t[-1], end) - max(s.t[0], start)) for s in streams) / span
+    running = sum(max(0.0, min(s.service[1], end) - max(s.service[0], start)) for s in streams) / span
     return Steady(
         start=start,
         end=end,
@@ -101,8 +108,17 @@ def _window(streams: Sequence[Stream], start: float, end: float, waves: float) -
 
 
 def peak(streams: Sequence[Stream]) -> int:
-    """The most streams that were between their first and last token at one moment, ends included."""
-    edges = sorted([(s.t[0], 0) for s in streams if s.t] + [(s.t[-1], 1) for s in streams if s.t])
+    """The most requests that the server worked on at one moment.
+
+    Each counts up to its last token but one chunk: a server that takes the next request when one ends would else be
+    seen with both, since the last token is a moment older when it arrives here.
+    """
+    edges = []
+    for stream in streams:
+        if stream.t:
+            begin, end = stream.service
+            edges += [(begin, 0), (max(begin, stream.t[-2] if len(stream.t) > 1 else end), 1)]
+    edges.sort()
     running = most = 0
     for _, leaving in edges:
         running += -1 if leaving else 1

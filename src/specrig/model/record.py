@@ -88,8 +88,8 @@ class ChunkTrace(msgspec.Struct, frozen=True, kw_only=True):
 class Window(msgspec.Struct, frozen=True, kw_only=True):
     """The steady window of a cell: tokens with start_s < t <= end_s.
 
-    `running_source` is server (its own count, polled) or streams (those between first and last token); `waves` is
-    requests over concurrency: under 10 the window is short.
+    `running_mean` and `running_peak` are requests that the server worked on (prefill and decoding, its queue left out),
+    known where it tells how long each one queued; `waves` is requests over concurrency: under 10 the window is short.
     """
 
     start_s: float
