@@ -4,12 +4,31 @@
 set -eu
 cd "$(dirname "$0")/.."
 what=${1:-venv}
+policy=/usr/sbin/policy-rc.d
+mark="# specrig setup: no service starts while its packages are installed"
+
+installed() {
+    [ "$(dpkg-query -W -f '${Status}' "$1" 2>/dev/null || true)" = "install ok installed" ]
+}
+
+allow_starts() {
+    if grep -qsxF "$mark" "$policy"; then rm -f "$policy"; fi
+}
+
+# The lab has a bridge of its own: what the lxc package would start (lxcbr0, dnsmasq, containers at boot) stays off.
+# A machine that has lxc already, or a policy of its own, keeps both as they are.
+deny_starts() {
+    trap allow_starts EXIT
+    trap 'exit 130' INT
+    trap 'exit 143' TERM HUP
+    [ -e "$policy" ] || printf '#!/bin/sh\n%s\nexit 101\n' "$mark" >"$policy"
+    chmod 755 "$policy"
+}
 
 need_packages() {
     missing=""
     for package in "$@"; do
-        status=$(dpkg-query -W -f '${Status}' "$package" 2>/dev/null || true)
-        [ "$status" = "install ok installed" ] || missing="$missing $package"
+        installed "$package" || missing="$missing $package"
     done
     [ -n "$missing" ] || return 0
     if [ "$(id -u)" != 0 ]; then
@@ -17,9 +36,20 @@ need_packages() {
         return 1
     fi
     echo "setup: installing$missing" >&2
+    lxc_is_new=""
+    case " $missing " in
+    *" lxc "*) lxc_is_new=1 ;;
+    esac
+    [ -z "$lxc_is_new" ] || deny_starts
     apt-get update -qq
     # shellcheck disable=SC2086 # a list of packages
     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing >/dev/null
+    if [ -n "$lxc_is_new" ]; then
+        allow_starts
+        if command -v systemctl >/dev/null; then
+            systemctl -q disable lxc.service lxc-net.service lxc-monitord.service 2>/dev/null || true
+        fi
+    fi
 }
 
 python=""
