@@ -158,7 +158,7 @@ class CallbackModule(CallbackBase):
         self._host = None
 
     def v2_playbook_on_start(self, playbook):
-        self._begin(os.path.basename(getattr(playbook, "_file_name", "") or ""))
+        self._begin(Path(getattr(playbook, "_file_name", "") or "").name)
         self._path = journal_path(self.get_option("journal_file"))
         self._run = self.get_option("run") or str(uuid.uuid4())
         # The lock and the modules that a run starts name the same run.
@@ -318,7 +318,7 @@ class CallbackModule(CallbackBase):
     # writing
 
     def _write(self, event, outcome, **extra):
-        now = datetime.datetime.now(datetime.timezone.utc)
+        now = datetime.datetime.now(datetime.UTC)
         record = {
             "schema": SCHEMA,
             "at": now.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
@@ -372,11 +372,13 @@ def _section(title, items):
 
 
 def _gate_line(row):
-    return one_line(f"{row.get('gate')} {row.get('subject') or row.get('profile') or ''}: {row.get('status')}: {row.get('message')}", 400)
+    subject = row.get("subject") or row.get("profile") or ""
+    return one_line(f"{row.get('gate')} {subject}: {row.get('status')}: {row.get('message')}", 400)
 
 
 def _cell_line(row):
-    return one_line(f"{row.get('cell')} {row.get('profile', '')}: {row.get('state', row.get('outcome'))} {row.get('reason') or ''}", 200)
+    state = row.get("state", row.get("outcome"))
+    return one_line(f"{row.get('cell')} {row.get('profile', '')}: {state} {row.get('reason') or ''}", 200)
 
 
 def _failure(host, task, message, outcome):

@@ -36,7 +36,6 @@ EXAMPLES = r"""
 """
 
 from ansible.plugins.connection.local import Connection as LocalConnection
-
 from ansible_collections.specrig.host.plugins.plugin_utils.guest import GuestConnection
 
 

@@ -30,7 +30,6 @@ EXAMPLES = r"""
 """
 
 from ansible.plugins.connection.ssh import Connection as SshConnection
-
 from ansible_collections.specrig.host.plugins.plugin_utils.guest import GuestConnection
 
 

@@ -24,6 +24,7 @@ def probe_list(want, was=()):
     """The (major, minor) pairs to ask the guest's rules about: what belongs there, and what may be left over.
 
     Args:
+        want: nodes that belong in the guest.
         was: rule values that stood in the config before.
     """
     pairs = {(row["major"], row["minor"]) for row in want}
@@ -65,13 +66,20 @@ def excess(permitted, want, foreign):
 def grant_texts(row):
     """Rule texts to try, in order, for a node that is denied."""
     major, minor = row["major"], row["minor"]
-    return [guestconf.device_rule(major, minor), "c %d:%d rwm" % (major, minor), "c %d:* rwm" % major, "c %d:* rw" % major]
+    return [
+        guestconf.device_rule(major, minor),
+        "c %d:%d rwm" % (major, minor),
+        "c %d:* rwm" % major,
+        "c %d:* rw" % major,
+    ]
 
 
 def revoke_texts(major, pairs, known):
     """Rule texts that may have granted these pairs of a major, the likeliest first.
 
     Args:
+        major: the major to revoke.
+        pairs: its (major, minor) pairs that are open.
         known: rule values that stood in the config before.
     """
     texts = [text for text in known if (guestconf.rule(text) or {}).get("major") == major]
@@ -106,7 +114,11 @@ def judge_node(want, seen, user, simulated):
         return "fail", "cannot be opened (%s)" % errno.errorcode.get(code, code)
     mine = seen.get("user_errno")
     if mine in (errno.EPERM, errno.EACCES):
-        return "fail", "opens for root and not for user %s (%s, mode %s)" % (user, errno.errorcode[mine], seen.get("mode"))
+        return "fail", "opens for root and not for user %s (%s, mode %s)" % (
+            user,
+            errno.errorcode[mine],
+            seen.get("mode"),
+        )
     return "pass", None
 
 

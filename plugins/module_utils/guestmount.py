@@ -42,7 +42,8 @@ def _inside(init_pid, source, target, folder, read_only):
     libc = _libc()
     namespace = os.open("/proc/%d/ns/mnt" % init_pid, os.O_RDONLY | os.O_CLOEXEC)
     tree = _call(
-        libc.syscall(SYS_OPEN_TREE, AT_FDCWD, source.encode(), OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC), "open_tree %s" % source
+        libc.syscall(SYS_OPEN_TREE, AT_FDCWD, source.encode(), OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC),
+        "open_tree %s" % source,
     )
     if read_only:
         attr = _MountAttr(attr_set=MOUNT_ATTR_RDONLY)
@@ -66,7 +67,8 @@ def _inside(init_pid, source, target, folder, read_only):
             os.makedirs(os.path.dirname(target), mode=0o755, exist_ok=True)
             os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
     _call(
-        libc.syscall(SYS_MOVE_MOUNT, tree, b"", AT_FDCWD, target.encode(), MOVE_MOUNT_F_EMPTY_PATH), "move_mount to %s" % target
+        libc.syscall(SYS_MOVE_MOUNT, tree, b"", AT_FDCWD, target.encode(), MOVE_MOUNT_F_EMPTY_PATH),
+        "move_mount to %s" % target,
     )
 
 

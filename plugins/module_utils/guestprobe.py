@@ -17,7 +17,8 @@ def see(path):
     except OSError:
         return {"path": path, "kind": "missing"}
     mode = about.st_mode
-    kind = "char" if stat.S_ISCHR(mode) else "file" if stat.S_ISREG(mode) else "directory" if stat.S_ISDIR(mode) else "other"
+    kinds = ((stat.S_ISCHR, "char"), (stat.S_ISREG, "file"), (stat.S_ISDIR, "directory"))
+    kind = next((name for test, name in kinds if test(mode)), "other")
     row = {"path": path, "kind": kind, "mode": "%04o" % stat.S_IMODE(mode), "uid": about.st_uid, "gid": about.st_gid}
     row["bound"] = about.st_dev != os.lstat(os.path.dirname(path)).st_dev
     if kind == "char":

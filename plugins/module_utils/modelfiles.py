@@ -57,7 +57,9 @@ def header_length(name, start, size):
     Raises ModelError for a Git LFS pointer, a cut file, and anything else that is no safetensors file.
     """
     if start.startswith(LFS_START):
-        raise ModelError("%s is a Git LFS pointer of %d bytes, not the weights; run git lfs pull in the source" % (name, size))
+        raise ModelError(
+            "%s is a Git LFS pointer of %d bytes, not the weights; run git lfs pull in the source" % (name, size)
+        )
     if len(start) < 8 or size < 8:
         raise ModelError("%s is %d bytes, too short for a safetensors file; copy it again" % (name, size))
     length = struct.unpack("<Q", start[:8])[0]
@@ -72,19 +74,18 @@ def header_length(name, start, size):
 def parse_header(name, header, size):
     """The tensors' names of one safetensors file, whose header must account for every byte of the file."""
     try:
-        tensors = json.loads(header.decode("utf-8"))
-        if not isinstance(tensors, dict):
-            raise ValueError("not an object")
+        tensors = dict(json.loads(header.decode("utf-8")))
         tensors.pop("__metadata__", None)
         ranges = sorted((int(t["data_offsets"][0]), int(t["data_offsets"][1]), key) for key, t in tensors.items())
     except (ValueError, KeyError, TypeError, IndexError) as problem:
-        raise ModelError(
-            "%s has no readable safetensors header (%s); copy it again" % (name, " ".join(str(problem).split())[:100])
-        )
+        reason = " ".join(str(problem).split())[:100]
+        raise ModelError("%s has no readable safetensors header (%s); copy it again" % (name, reason)) from None
     end = 0
     for begin, stop, key in ranges:
         if begin != end or stop < begin:
-            raise ModelError("%s: tensor %s lies at %d-%d where %d was due; copy it again" % (name, key, begin, stop, end))
+            raise ModelError(
+                "%s: tensor %s lies at %d-%d where %d was due; copy it again" % (name, key, begin, stop, end)
+            )
         end = stop
     expected = 8 + len(header) + end
     if size != expected:
@@ -101,17 +102,23 @@ def check_index(text, tensors_by_file):
         weight_map = json.loads(text)["weight_map"]
         items = sorted(weight_map.items())
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise ModelError("%s has no weight_map; copy it again" % INDEX_NAME)
+        raise ModelError("%s has no weight_map; copy it again" % INDEX_NAME) from None
     for tensor, name in items:
         if name not in tensors_by_file:
-            raise ModelError("%s puts %s into %s, which is not there; copy the model again" % (INDEX_NAME, tensor, name))
+            raise ModelError(
+                "%s puts %s into %s, which is not there; copy the model again" % (INDEX_NAME, tensor, name)
+            )
         if tensor not in tensors_by_file[name]:
-            raise ModelError("%s puts %s into %s, which does not hold it; copy the model again" % (INDEX_NAME, tensor, name))
+            raise ModelError(
+                "%s puts %s into %s, which does not hold it; copy the model again" % (INDEX_NAME, tensor, name)
+            )
     shards = set(weight_map.values())
     for name in sorted(shards):
         extra = tensors_by_file[name] - {tensor for tensor, place in items if place == name}
         if extra:
-            raise ModelError("%s holds %s, which %s does not name; copy the model again" % (name, min(extra), INDEX_NAME))
+            raise ModelError(
+                "%s holds %s, which %s does not name; copy the model again" % (name, min(extra), INDEX_NAME)
+            )
 
 
 def plan(source, target, marker, manifest):

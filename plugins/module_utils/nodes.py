@@ -39,7 +39,12 @@ def fault(want, seen, mode=None):
     if kind != "char":
         return "is a %s, not a character device" % kind
     if (seen.get("major"), seen.get("minor")) != (want["major"], want["minor"]):
-        return "is device %s:%s, the driver has %s:%s" % (seen.get("major"), seen.get("minor"), want["major"], want["minor"])
+        return "is device %s:%s, the driver has %s:%s" % (
+            seen.get("major"),
+            seen.get("minor"),
+            want["major"],
+            want["minor"],
+        )
     if mode is not None and int(seen.get("mode") or "0", 8) & int(mode, 8) != int(mode, 8):
         return "has mode %s, the service user needs %s" % (seen.get("mode"), mode)
     return None

@@ -93,7 +93,9 @@ class Driver:
         """Loads one module; returns the last line of what failed, or None."""
         tries = []
         if self.nvidia_modprobe:
-            tries.append([self.nvidia_modprobe, "-u", "-c", "0"] if name == "nvidia-uvm" else [self.nvidia_modprobe, "-c", "0"])
+            tries.append(
+                [self.nvidia_modprobe, "-u", "-c", "0"] if name == "nvidia-uvm" else [self.nvidia_modprobe, "-c", "0"]
+            )
         if self.modprobe:
             tries.append([self.modprobe, name])
         said = "neither nvidia-modprobe nor modprobe is installed"
@@ -126,7 +128,7 @@ def main():
     try:
         mode_bits = int(mode, 8)
     except ValueError:
-        module.fail_json(msg="mode %r is no octal mode; set gpu_host_node_mode to one such as \"0666\"" % mode)
+        module.fail_json(msg='mode %r is no octal mode; set gpu_host_node_mode to one such as "0666"' % mode)
     driver = Driver(module)
     majors = read_majors()
     missing = [name for name in ("nvidia", "nvidia-uvm") if majors[name] is None]
@@ -152,15 +154,21 @@ def main():
     want = nodes.wanted(majors, minors)
     wrong = [(row, see(row["path"])) for row in want]
     wrong = [(row, seen) for row, seen in wrong if nodes.fault(row, seen, mode)]
-    said["found"] += ["%s on the host %s" % (row["path"], nodes.fault(row, seen, mode)) for row, seen in wrong if not missing]
+    said["found"] += [
+        "%s on the host %s" % (row["path"], nodes.fault(row, seen, mode)) for row, seen in wrong if not missing
+    ]
     before += [nodes.line(seen) for _row, seen in wrong]
     if wrong and not module.check_mode:
-        driver.make([row["minor"] for row, _seen in wrong if row["major"] == majors["nvidia"] and row["minor"] in minors])
+        driver.make(
+            [row["minor"] for row, _seen in wrong if row["major"] == majors["nvidia"] and row["minor"] in minors]
+        )
         for row, _seen in wrong:
             seen = see(row["path"])
             if nodes.fault(row, seen):
                 if seen["kind"] == "directory":
-                    module.fail_json(msg="%s is a directory, expected a device node; remove it" % row["path"], specrig=said)
+                    module.fail_json(
+                        msg="%s is a directory, expected a device node; remove it" % row["path"], specrig=said
+                    )
                 if seen["kind"] != "missing":
                     os.unlink(row["path"])
                 os.mknod(row["path"], stat.S_IFCHR | mode_bits, os.makedev(row["major"], row["minor"]))

@@ -137,10 +137,15 @@ class Guest:
         code, out, err = self.run(*argv)
         if code != 0:
             said = " / ".join((err or out).strip().splitlines()[-2:])
-            self.fail("guest %r does not start: %s; 'lxc-start -n %s -F -l INFO -o -' shows why" % (self.name, said, self.name))
+            self.fail(
+                "guest %r does not start: %s; 'lxc-start -n %s -F -l INFO -o -' shows why"
+                % (self.name, said, self.name)
+            )
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
-            _code, out, _err = self.run("lxc-attach", "--clear-env", "-n", self.name, "--", "systemctl", "is-system-running")
+            _code, out, _err = self.run(
+                "lxc-attach", "--clear-env", "-n", self.name, "--", "systemctl", "is-system-running"
+            )
             if out.strip() in ("running", "degraded", "starting", "maintenance"):
                 return
             time.sleep(0.2)
@@ -166,11 +171,22 @@ class Guest:
             "rules": rules,
         }
         code, out, err = self.run(
-            "lxc-attach", "--clear-env", "-n", self.name, "--", params["python"], "-c", guestprobe.SOURCE, json.dumps(ask)
+            "lxc-attach",
+            "--clear-env",
+            "-n",
+            self.name,
+            "--",
+            params["python"],
+            "-c",
+            guestprobe.SOURCE,
+            json.dumps(ask),
         )
         if code != 0:
             said = (err or out).strip().splitlines()
-            self.fail("cannot look from inside guest %r: %s; it needs %s" % (self.name, said[-1] if said else code, params["python"]))
+            self.fail(
+                "cannot look from inside guest %r: %s; it needs %s"
+                % (self.name, said[-1] if said else code, params["python"])
+            )
         return json.loads(out)
 
     def rule(self, verb, text):
@@ -199,7 +215,11 @@ class Live:
         self.judged = [(row, by_path[row["path"]]) for row in self.want]
         permitted = seen["permitted"]
         self.permitted = None if permitted is None else {tuple(pair) for pair in permitted}
-        self.denied = [] if permitted is None else [row for row in self.want if (row["major"], row["minor"]) not in self.permitted]
+        self.denied = (
+            []
+            if permitted is None
+            else [row for row in self.want if (row["major"], row["minor"]) not in self.permitted]
+        )
         if permitted is None:
             self.denied = [row for row, at in self.judged if at.get("errno") == 1]
         left = [] if permitted is None else guestlive.excess(self.permitted, self.want, foreign_rules(params))
@@ -211,14 +231,17 @@ class Live:
             if status == "fail":
                 self.bad_nodes.append((row, at, wrong))
         self.bad_folders = []
-        for row, at in zip(params["folders"], seen["folders"]):
+        for row, at in zip(params["folders"], seen["folders"]):  # noqa: B905 (Python 3.8)
             try:
                 about = os.stat(row["source"])
             except OSError:
                 if guest.module.check_mode:
                     self.bad_folders.append((row, "is not the host's %s, which is not there yet" % row["source"]))
                     continue
-                guest.fail("the host has no folder %s to show in guest %r; the role model_store makes it" % (row["source"], guest.name))
+                guest.fail(
+                    "the host has no folder %s to show in guest %r; the role model_store makes it"
+                    % (row["source"], guest.name)
+                )
             same = at["device"] == about.st_dev and at.get("inode") == about.st_ino
             if not same:
                 self.bad_folders.append((row, "is not the host's %s" % row["source"]))
@@ -234,7 +257,10 @@ class Live:
             if status == "fail":
                 wrongs.append((row["path"], wrong))
         lines = guestlive.grouped(wrongs)
-        lines += ["major %d still opens and has no business there" % major for major in sorted({pair[0] for pair in self.excess})]
+        lines += [
+            "major %d still opens and has no business there" % major
+            for major in sorted({pair[0] for pair in self.excess})
+        ]
         lines += ["%s %s" % (row["target"], wrong) for row, wrong in self.bad_folders]
         return lines
 
@@ -247,7 +273,9 @@ class Live:
         if self.denied:
             names = guestlive.short(row["path"] for row in self.denied)
             found.append("guest %s: open denied (EPERM) by the device rules: %s" % (self.guest.name, names))
-            todo.append("opened live: %s" % ", ".join(guestconf.device_rule(row["major"], row["minor"]) for row in self.denied))
+            todo.append(
+                "opened live: %s" % ", ".join(guestconf.device_rule(row["major"], row["minor"]) for row in self.denied)
+            )
         for row in self.denied:
             text = "c %d:%d" % (row["major"], row["minor"])
             before.append("%s denied" % text)
@@ -262,7 +290,9 @@ class Live:
         for text in guestlive.grouped([(row["path"], wrong) for row, _at, wrong in self.bad_nodes]):
             found.append("guest %s: %s" % (self.guest.name, text))
         for row, at, _wrong in self.bad_nodes:
-            before.append("%s %s" % (row["path"], at["kind"] if at["kind"] != "char" else "c %s:%s" % (at["major"], at["minor"])))
+            before.append(
+                "%s %s" % (row["path"], at["kind"] if at["kind"] != "char" else "c %s:%s" % (at["major"], at["minor"]))
+            )
             after.append("%s c %d:%d" % (row["path"], row["major"], row["minor"]))
         if self.bad_nodes:
             todo.append("put in place live: %s" % guestlive.short(row["path"] for row, _at, _wrong in self.bad_nodes))
@@ -375,9 +405,16 @@ def main():
             live = Live(guest, seen)
         left = problems + live.failures()
         if left:
-            hint = "" if params["allow_restart"] else "; restart the guest, or set lxc_guest_allow_restart and run again"
+            hint = (
+                "" if params["allow_restart"] else "; restart the guest, or set lxc_guest_allow_restart and run again"
+            )
             said["gates"].append(gate(guest.name, "fail", "; ".join(left)))
-            module.fail_json(msg="guest %s: %s%s" % (guest.name, "; ".join(left), hint), init_pid=init_pid, seen=summary(seen), **result)
+            module.fail_json(
+                msg="guest %s: %s%s" % (guest.name, "; ".join(left), hint),
+                init_pid=init_pid,
+                seen=summary(seen),
+                **result,
+            )
     left = live.failures()
     label = " (simulated driver: permitted, none behind the nodes)" if params["simulated"] else ""
     if left:
@@ -386,7 +423,7 @@ def main():
             msg="guest %s: %s; see the host's dmesg and the owner of the nodes" % (guest.name, "; ".join(left)),
             init_pid=init_pid,
             seen=summary(seen),
-            **result
+            **result,
         )
     if not params["nodes"]:
         said["gates"].append(gate(guest.name, "unknown", "no node to open: the driver is not loaded"))

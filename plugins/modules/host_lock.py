@@ -143,6 +143,38 @@ def decide(record, owner, gone_run, now):
     return False, None
 
 
+def give_back(module, path, owner, result):
+    record = read(path)
+    if record is not None and (same_owner(record, owner) or not record):
+        os.unlink(path)
+        record = None
+    module.exit_json(holder=record, **result)
+
+
+def take(module, path, owner, result):
+    record, now = read(path), clock_s()
+    granted, why = decide(record, owner, module.params["gone_run"], now)
+    if not granted:
+        module.fail_json(
+            msg="this host is locked by %s: wait for it to end; if it is gone for good, remove %s on the host"
+            % (describe(record, now), path),
+            holder=record,
+            **result,
+        )
+    if why:
+        result["taken_over"] = record
+        before = describe(record, now) if record else "an unknown run"
+        result["specrig"]["notes"] = ["took over the lock of %s: %s" % (before, why)]
+    since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    fresh = dict(
+        owner, schema=SCHEMA, since=since, clock_s=now, ttl_s=module.params["ttl_s"], purpose=module.params["purpose"]
+    )
+    if same_owner(record, owner):
+        fresh["since"], fresh["clock_s"] = record.get("since", since), record.get("clock_s", now)
+    write(path, fresh)
+    module.exit_json(holder=fresh, **result)
+
+
 def main():
     module = AnsibleModule(
         argument_spec={
@@ -165,40 +197,16 @@ def main():
             result["specrig"]["notes"] = ["the host is locked by %s" % describe(record, clock_s())]
         module.exit_json(holder=record, **result)
 
-    folder = os.path.dirname(path)
     try:
-        os.makedirs(folder, mode=0o755, exist_ok=True)
-        guard = os.open(path + ".guard", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
+        guard = open(path + ".guard", "w", encoding="utf-8")
     except OSError as problem:
         module.fail_json(msg="the lock %s cannot be written (%s): become root on the host" % (path, problem.strerror))
-    fcntl.flock(guard, fcntl.LOCK_EX)
-    record = read(path)
-    if module.params["state"] == "free":
-        if record is not None and (same_owner(record, owner) or not record):
-            os.unlink(path)
-            record = None
-        module.exit_json(holder=record, **result)
-
-    now = clock_s()
-    granted, why = decide(record, owner, module.params["gone_run"], now)
-    if not granted:
-        module.fail_json(
-            msg="this host is locked by %s: wait for it to end; if it is gone for good, remove %s on the host"
-            % (describe(record, now), path),
-            holder=record,
-            **result
-        )
-    if why:
-        result["taken_over"] = record
-        result["specrig"]["notes"] = ["took over the lock of %s: %s" % (describe(record, now) if record else "an unknown run", why)]
-    since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    fresh = dict(
-        owner, schema=SCHEMA, since=since, clock_s=now, ttl_s=module.params["ttl_s"], purpose=module.params["purpose"]
-    )
-    if record and same_owner(record, owner):
-        fresh["since"], fresh["clock_s"] = record.get("since", since), record.get("clock_s", now)
-    write(path, fresh)
-    module.exit_json(holder=fresh, **result)
+    with guard:
+        fcntl.flock(guard, fcntl.LOCK_EX)
+        if module.params["state"] == "free":
+            give_back(module, path, owner, result)
+        take(module, path, owner, result)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ description:
     safetensors headers that do not account for every byte, and an index whose weight map names what is not there.
 options:
   models:
-    description: Name to C({source, manifest}); the manifest is sha256sum's output, by default MANIFEST.sha256 in the source.
+    description:
+      - Name to C({source, manifest}). The manifest is sha256sum's output, by default MANIFEST.sha256 in the source.
     type: dict
     required: true
   target:
@@ -98,7 +99,7 @@ def load_manifest(source, configured):
         return os.path.basename(path), modelfiles.parse_manifest(read_text(path))
     except FileNotFoundError:
         if configured:
-            raise ModelError("the manifest %s is not there; make it with sha256sum in the model's folder" % path)
+            raise ModelError("the manifest %s is not there; make it with sha256sum in its folder" % path) from None
         return None, {}
 
 
@@ -140,7 +141,10 @@ def copy_file(source, target, path, expected):
     temporary = os.path.join(folder, modelfiles.TEMPORARY_PREFIX + name)
     sha = hashlib.sha256()
     try:
-        with open(os.path.join(source, path), "rb", buffering=0) as reader, open(temporary, "wb", buffering=0) as writer:
+        with (
+            open(os.path.join(source, path), "rb", buffering=0) as reader,
+            open(temporary, "wb", buffering=0) as writer,
+        ):
             view = memoryview(bytearray(PIECE_BYTES))
             while True:
                 count = reader.readinto(view)
@@ -153,7 +157,7 @@ def copy_file(source, target, path, expected):
             os.fchmod(writer.fileno(), 0o644)
         found = sha.hexdigest()
         if expected and found != expected:
-            raise ModelError(
+            raise ModelError(  # noqa: TRY301 (the temporary file has to go)
                 "%s has sha256 %s, the manifest says %s: its content is wrong; get that file again"
                 % (os.path.join(source, path), found, expected)
             )
@@ -196,7 +200,9 @@ def survey(name, about, target_root):
     """What is there of one model and what is to be done; touches nothing."""
     source = about.get("source")
     if not source:
-        raise ModelError("model %s has no source; set model_store_models.%s.source to its folder on the host" % (name, name))
+        raise ModelError(
+            "model %s has no source; set model_store_models.%s.source to its folder on the host" % (name, name)
+        )
     target = os.path.join(target_root, name)
     marker = read_marker(target)
     have = look(target)
@@ -207,8 +213,19 @@ def survey(name, about, target_root):
         )
         if whole:
             keep = {"keep": sorted(marker["files"]), "verify": [], "copy": [], "drop": []}
-            return {"source": source, "target": target, "plan": keep, "files": have, "manifest": {}, "marker": marker, "lost": True}
-        raise ModelError("the source %s of model %s is not there; mount or download it, or correct model_store_models" % (source, name))
+            return {
+                "source": source,
+                "target": target,
+                "plan": keep,
+                "files": have,
+                "manifest": {},
+                "marker": marker,
+                "lost": True,
+            }
+        raise ModelError(
+            "the source %s of model %s is not there; mount or download it, or correct model_store_models"
+            % (source, name)
+        )
     manifest_name, manifest = load_manifest(source, about.get("manifest"))
     files = look(source)
     files = {path: row for path, row in files.items() if path != manifest_name}
@@ -218,7 +235,15 @@ def survey(name, about, target_root):
     if not files:
         raise ModelError("the source %s of model %s holds no files; download the model there" % (source, name))
     steps = modelfiles.plan(files, have, marker["files"] if marker else None, manifest)
-    return {"source": source, "target": target, "plan": steps, "files": files, "manifest": manifest, "marker": marker, "lost": False}
+    return {
+        "source": source,
+        "target": target,
+        "plan": steps,
+        "files": files,
+        "manifest": manifest,
+        "marker": marker,
+        "lost": False,
+    }
 
 
 def is_complete(state):
@@ -339,14 +364,22 @@ def main():
                 before.append("%s: %d files, %d bytes" % (name, len(state["files"]), total))
                 after.append(before[-1])
                 status = "pass" if verified == "manifest" else "unknown"
-                message = "staged, sha256 %s" % ("as in the manifest" if status == "pass" else "compared with nothing: no manifest names every file")
+                message = "staged, sha256 %s" % (
+                    "as in the manifest" if status == "pass" else "compared with nothing: no manifest names every file"
+                )
                 said["gates"].append(gate(name, status, state, message))
                 continue
             complete = False
             gone = len(steps["copy"]) == len(state["files"])
             if not only_look or module.check_mode:
                 said["found"].append(
-                    "model %s %s" % (name, "is not in RAM" if gone else "is incomplete in RAM: %d of %d files to copy" % (len(steps["copy"]), len(state["files"])))
+                    "model %s %s"
+                    % (
+                        name,
+                        "is not in RAM"
+                        if gone
+                        else "is incomplete in RAM: %d of %d files to copy" % (len(steps["copy"]), len(state["files"])),
+                    )
                 )
             before.append("%s: %s" % (name, "absent" if gone else "incomplete"))
             after.append("%s: %d files, %d bytes" % (name, len(state["files"]), total))
@@ -362,9 +395,13 @@ def main():
             seconds = time.monotonic() - started
             report[name].update(complete=True, copied=copied, seconds=round(seconds, 2))
             amount = sum(state["files"][path]["size"] for path in copied)
-            said["changed"].append("staged model %s: %d files, %.2f GB copied in %.1f s" % (name, len(copied), amount / 1e9, seconds))
+            said["changed"].append(
+                "staged model %s: %d files, %.2f GB copied in %.1f s" % (name, len(copied), amount / 1e9, seconds)
+            )
             status = "pass" if marker["verified"] == "manifest" else "unknown"
-            message = "staged, sha256 %s" % ("as in the manifest" if status == "pass" else "compared with nothing: no manifest names every file")
+            message = "staged, sha256 %s" % (
+                "as in the manifest" if status == "pass" else "compared with nothing: no manifest names every file"
+            )
             said["gates"].append(gate(name, status, state, message))
     except ModelError as problem:
         module.fail_json(msg=str(problem), specrig=said, complete=False, models=report)

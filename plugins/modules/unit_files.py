@@ -108,7 +108,9 @@ def systemctl(module, *words):
         _c, journal, _e = module.run_command(["journalctl", "-n", "5", "--no-pager", "-o", "cat", "-u", words[-1]])
         said = " / ".join((err or out).strip().splitlines()[:2])
         last = " / ".join(line for line in journal.strip().splitlines() if line)
-        module.fail_json(msg="systemctl %s failed: %s%s" % (" ".join(words), said, "; its journal ends: %s" % last if last else ""))
+        module.fail_json(
+            msg="systemctl %s failed: %s%s" % (" ".join(words), said, "; its journal ends: %s" % last if last else "")
+        )
 
 
 def mount_options(content):
@@ -172,7 +174,14 @@ def main():
     if enable or start:
         before = ["%s %s" % (name, "disabled") for name in enable] + ["%s %s" % (name, "inactive") for name in start]
         after = ["%s %s" % (name, "enabled") for name in enable] + ["%s %s" % (name, "active") for name in start]
-        diff.append({"before_header": "systemd", "after_header": "systemd", "before": "\n".join(before) + "\n", "after": "\n".join(after) + "\n"})
+        diff.append(
+            {
+                "before_header": "systemd",
+                "after_header": "systemd",
+                "before": "\n".join(before) + "\n",
+                "after": "\n".join(after) + "\n",
+            }
+        )
     if not module.check_mode:
         if enable:
             systemctl(module, "enable", *enable)
@@ -180,7 +189,9 @@ def main():
             options = "remount,%s" % mount_options(params["mount_content"])
             code, _out, err = module.run_command(["mount", "-o", options, params["mount_point"]])
             if code != 0:
-                module.fail_json(msg="%s cannot be remounted with %s: %s" % (params["mount_point"], options, err.strip()))
+                module.fail_json(
+                    msg="%s cannot be remounted with %s: %s" % (params["mount_point"], options, err.strip())
+                )
         for name in start:
             systemctl(module, "start", name)
     changed = bool(told)

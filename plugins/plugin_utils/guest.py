@@ -42,16 +42,32 @@ def guest_command(name: str, command: str, attach: str = "lxc-attach", sudo: boo
 
 def explain(name: str, host: str, stderr: str) -> str | None:
     """Returns one line saying why guest `name` could not be entered, or None if `stderr` is the command's own."""
-    lines = [line for line in stderr.splitlines() if re.match(r"(sudo: )?(lxc-attach|pct)\b|CT \d|Config|sh: |/bin/sh: |sudo: ", line)]
+    lines = [
+        line
+        for line in stderr.splitlines()
+        if re.match(r"(sudo: )?(lxc-attach|pct)\b|CT \d|Config|sh: |/bin/sh: |sudo: ", line)
+    ]
     text = "\n".join(lines)
     if NO_TOOL.search(text):
-        return f"host {host} has no command to enter guest {name!r}: install the package lxc there, or correct lxc_guest_attach"
+        return (
+            f"host {host} has no command to enter guest {name!r}: install the package lxc there,"
+            " or correct lxc_guest_attach"
+        )
     if NO_RIGHT.search(text):
-        return f"the login user of host {host} may not enter guest {name!r}: log in as root, or set lxc_guest_sudo with passwordless sudo"
+        return (
+            f"the login user of host {host} may not enter guest {name!r}: log in as root,"
+            " or set lxc_guest_sudo with passwordless sudo"
+        )
     if NO_SUCH_GUEST.search(text):
-        return f"host {host} has no guest {name!r}: correct lxc_guest_name in the inventory (lxc-ls -f or pct list shows them)"
+        return (
+            f"host {host} has no guest {name!r}: correct lxc_guest_name in the inventory"
+            " (lxc-ls -f or pct list shows them)"
+        )
     if NOT_RUNNING.search(text):
-        return f"guest {name!r} on host {host} is not running: run recover.yml, which starts it, or start it by hand (lxc-start -n {name}, pct start {name})"
+        return (
+            f"guest {name!r} on host {host} is not running: run recover.yml, which starts it,"
+            f" or start it by hand (lxc-start -n {name}, pct start {name})"
+        )
     return None
 
 
@@ -77,7 +93,7 @@ class GuestConnection:
         if "is not running" not in reason or self.get_option("guest_attach") != "lxc-attach":
             return reason
         probe = shlex.join([*(["sudo", "-n"] if self.get_option("guest_sudo") else []), "lxc-info", "-s", "-n", name])
-        code, stdout, stderr = super().exec_command(probe, sudoable=False)
+        _code, stdout, stderr = super().exec_command(probe, sudoable=False)
         if "doesn't exist" in to_text(stdout) + to_text(stderr):
             return explain(name, self._host_label(), "lxc-attach: No such container") or reason
         return reason
@@ -114,7 +130,8 @@ class GuestConnection:
             while True:
                 skip = target.tell()
                 data = self._file_step(
-                    f"dd if={source} bs=65536 iflag=skip_bytes,count_bytes,fullblock skip={skip} count={piece} status=none",
+                    f"dd if={source} bs=65536 iflag=skip_bytes,count_bytes,fullblock"
+                    f" skip={skip} count={piece} status=none",
                     f"read {in_path}",
                 )
                 target.write(data)

@@ -13,7 +13,8 @@ pytestmark = pytest.mark.lab
 COMPLETION = """python3 - <<'END'
 import json, urllib.request
 body = {"text": "The capital of France is", "sampling_params": {"max_new_tokens": 8, "temperature": 0}}
-request = urllib.request.Request("http://127.0.0.1:%d/generate", json.dumps(body).encode(), {"Content-Type": "application/json"})
+kind = {"Content-Type": "application/json"}
+request = urllib.request.Request("http://127.0.0.1:%d/generate", json.dumps(body).encode(), kind)
 print(json.dumps(json.load(urllib.request.urlopen(request, timeout=20))))
 END"""
 SERVED = {"chat": 31001, "agent": 31002}
@@ -24,7 +25,8 @@ HOST_STATE = (
     " ls -l /dev | grep nvidia; grep specrig /proc/mounts; ls -a /run/specrig /srv 2>/dev/null; lxc-info -n gpu -s -p"
 )
 GUEST_STATE = (
-    "cat /etc/passwd; sha256sum /etc/systemd/system/*.service 2>/dev/null; ls -R /etc/systemd/system /etc/specrig 2>/dev/null;"
+    "cat /etc/passwd; sha256sum /etc/systemd/system/*.service 2>/dev/null;"
+    " ls -R /etc/systemd/system /etc/specrig 2>/dev/null;"
     " ls -l /dev | grep nvidia; ls -a /dev /srv /opt; systemctl show -p MainPID,ActiveState specrig-sglang@chat"
     " specrig-sglang@agent"
 )

@@ -18,7 +18,8 @@ UNITS = " ".join(f"specrig-sglang@{name}.service" for name in SERVED)
 COMPLETION = """python3 - <<'END'
 import json, urllib.request
 body = {"text": "The capital of France is", "sampling_params": {"max_new_tokens": 8, "temperature": 0}}
-request = urllib.request.Request("http://127.0.0.1:%d/generate", json.dumps(body).encode(), {"Content-Type": "application/json"})
+kind = {"Content-Type": "application/json"}
+request = urllib.request.Request("http://127.0.0.1:%d/generate", json.dumps(body).encode(), kind)
 print(json.load(urllib.request.urlopen(request, timeout=20))["meta_info"]["completion_tokens"])
 END"""
 # Opens a device by number, through a node of its own, and prints the error's name.

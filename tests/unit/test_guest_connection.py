@@ -50,7 +50,9 @@ PLAY = """
       ansible.builtin.ping:
     - name: Quote
       ansible.builtin.shell:
-        cmd: "printf '%s' {text} > {{{{ folder }}}}/{{{{ inventory_hostname }}}}.text; env > {{{{ folder }}}}/{{{{ inventory_hostname }}}}.env"
+        cmd: "printf '%s' {text} > {{{{ out }}}}.text; env > {{{{ out }}}}.env"
+      vars:
+        out: "{{{{ folder }}}}/{{{{ inventory_hostname }}}}"
       changed_when: true
     - name: Fail by itself
       ansible.builtin.shell:
@@ -104,7 +106,9 @@ class Guests:
             "pve-stopped": {**local, "lxc_guest_name": "102", "lxc_guest_attach": "pct"},
         }
         groups = {"good": {"hosts": good}, "broken": {"hosts": broken}}
-        (folder / "inventory.json").write_text(json.dumps({"all": {"children": groups, "vars": {"folder": str(folder)}}}))
+        (folder / "inventory.json").write_text(
+            json.dumps({"all": {"children": groups, "vars": {"folder": str(folder)}}})
+        )
         self.env = {
             **os.environ,
             "ANSIBLE_CONFIG": str(repository / "ansible.cfg"),

@@ -132,7 +132,9 @@ def truncate(source: Path) -> None:
 
 
 def pointer(source: Path) -> None:
-    text = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1\nsize 7000\n"
+    text = (
+        "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1\nsize 7000\n"
+    )
     (source / "model-00001-of-00002.safetensors").write_text(text)
 
 
@@ -153,7 +155,7 @@ def garbage(source: Path) -> None:
     ("damage", "line"),
     [
         (truncate, "is cut off"),
-        (pointer, "is a Git LFS pointer of 103 bytes, not the weights; run git lfs pull"),
+        (pointer, "is a Git LFS pointer of 107 bytes, not the weights; run git lfs pull"),
         (lose, "puts a.weight into model-00001-of-00002.safetensors, which is not there"),
         (misplace, "puts c.weight into model-00001-of-00002.safetensors, which does not hold it"),
         (garbage, "is no whole safetensors file"),
@@ -233,7 +235,13 @@ def test_too_little_room_is_one_line_with_both_numbers(stage, monkeypatch):
 
 @pytest.mark.parametrize(
     "text",
-    ["abc  file\n", "0" * 64 + "  ../../etc/passwd\n", "0" * 64 + "  /etc/passwd\n", "", "0" * 64 + "  a\n" + "1" * 64 + "  a\n"],
+    [
+        "abc  file\n",
+        "0" * 64 + "  ../../etc/passwd\n",
+        "0" * 64 + "  /etc/passwd\n",
+        "",
+        "0" * 64 + "  a\n" + "1" * 64 + "  a\n",
+    ],
 )
 def test_a_bad_manifest_is_one_line(stage, source, text):
     (source / "MANIFEST.sha256").write_text(text)
