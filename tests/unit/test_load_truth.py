@@ -188,37 +188,68 @@ def test_chat_route_faults(tmp_path: Path, tokenizer_dir: Path) -> None:
     assert check(cell, "prompt tokens as asked")["ok"] is True
 
 
-@pytest.mark.parametrize(
-    ("fault", "rule", "words"),
-    [
-        ("spec-off", "speculation was on", "without a verify step"),
-        ("prompt-count-off=1", "prompt tokens as asked", "65"),
-        ("count-off=3", "every request succeeded", "count: 35 of 32 tokens"),
-        ("accept-over-bound", "acceptance length within its bound", ""),
-    ],
-)
-def test_a_broken_rule_makes_the_cell_invalid(
-    fault: str, rule: str, words: str, tmp_path: Path, tokenizer_dir: Path
-) -> None:
-    file = sweep(
-        tmp_path / "s.yml",
-        "name: d, prompts: questions, prompt_tokens: 64, output_tokens: 32, requests: 4, concurrency: 4",
-    )
+# cell number (its one request is the server's request number; 1 is the warm-up's) -> fault, the rule it breaks, words
+RULES = {
+    2: ("prompt-count-off=1", "prompt tokens as asked", "65"),
+    3: ("count-off=3", "every request succeeded", "count: 35 of 32 tokens"),
+    4: ("accept-over-bound", "acceptance length within its bound", ""),
+}
+
+
+def test_a_broken_rule_makes_the_cell_invalid(tmp_path: Path, tokenizer_dir: Path) -> None:
+    shape = "prompts: questions, prompt_tokens: 64, output_tokens: 32, requests: 1"
+    file = sweep(tmp_path / "s.yml", *(f"name: w{number}, {shape}" for number in [*RULES, 5]))
     with running_sim(
         model_path=tokenizer_dir,
         served_model_name=MODEL,
         sim_time_scale=0.3,
-        sim_fault=[fault],
+        sim_fault=[f"{fault}@{number}" for number, (fault, _, _) in RULES.items()],
+        speculative_algorithm="DFLASH",
+        speculative_draft_model_path="draft",
+    ) as sim:
+        assert load(file, sim, tokenizer_dir, tmp_path / "run") == 1
+    cells = {cell["workload"]: cell for cell in rows(tmp_path / "run", "cells")}
+    for number, (_, rule, words) in RULES.items():
+        cell = cells[f"w{number}"]
+        broken = check(cell, rule)
+        assert broken["ok"] is False
+        assert words in str(broken["seen"])
+        assert cell["reason"].startswith(rule)
+        assert cell["state"] in ("invalid", "failed")
+    assert cells["w5"]["state"] == "done"
+
+
+def test_speculation_that_is_silently_off_is_told(tmp_path: Path, tokenizer_dir: Path) -> None:
+    file = sweep(tmp_path / "s.yml", "name: d, prompts: questions, prompt_tokens: 64, output_tokens: 16, requests: 1")
+    with running_sim(
+        model_path=tokenizer_dir,
+        served_model_name=MODEL,
+        sim_time_scale=0.3,
+        sim_fault=["spec-off"],
         speculative_algorithm="DFLASH",
         speculative_draft_model_path="draft",
     ) as sim:
         assert load(file, sim, tokenizer_dir, tmp_path / "run") == 1
     cell = rows(tmp_path / "run", "cells")[0]
-    broken = check(cell, rule)
-    assert broken["ok"] is False
-    assert words in str(broken["seen"])
-    assert rule in cell["reason"]
-    assert cell["state"] in ("invalid", "failed")
+    assert cell["state"] == "invalid"
+    assert cell["reason"] == (
+        "speculation was on: saw 1 of 1 requests without a verify step, expected verify steps in every request"
+    )
+
+
+def test_prompts_that_cannot_be_made_fail_their_cell_only(
+    plain: RunningSim, tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    file = sweep(
+        tmp_path / "s.yml",
+        "name: bad, prompts: missing.jsonl, output_tokens: 8, requests: 1",
+        "name: good, prompts: questions, prompt_tokens: 64, output_tokens: 8, requests: 1",
+    )
+    assert load(file, plain, tokenizer_dir, tmp_path / "run") == 1
+    cells = {cell["workload"]: cell for cell in rows(tmp_path / "run", "cells")}
+    assert cells["bad"]["state"] == "failed"
+    assert "missing.jsonl" in cells["bad"]["reason"]
+    assert cells["good"]["state"] == "done"
 
 
 def test_a_server_that_runs_fewer_at_once_skips_the_cell(tmp_path: Path, tokenizer_dir: Path) -> None:

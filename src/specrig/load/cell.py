@@ -129,7 +129,7 @@ async def run_cell(cell: Cell, context: Context) -> CellRow:
         (nothing could be measured), skipped (does not fit the server) or aborted.
 
     Raises:
-        SpecrigError: the sink could not write, or the prompts cannot be made.
+        SpecrigError: the sink could not write.
     """
     started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     begun = clock()
@@ -155,7 +155,13 @@ async def run_cell(cell: Cell, context: Context) -> CellRow:
             **{"method": cell.method, "tp": cell.tp, "wall_s": round(clock() - begun, 6), **more},
         )
 
-    prompts = _prompts(cell, context)
+    try:
+        prompts = _prompts(cell, context)
+        jobs = [
+            [_job(cell, context, prompt, index) for index, prompt in session] for session in _numbered(cell, prompts)
+        ]
+    except SpecrigError as error:
+        return row("failed", f"its prompts cannot be made: {error}")
     if context.limits is not None:
         longest = max(prompt.tokens for session in prompts for prompt in session)
         fit = budget_check(longest, cell.output_tokens, context.limits, cell.concurrency)
@@ -173,7 +179,6 @@ async def run_cell(cell: Cell, context: Context) -> CellRow:
         return row("failed", rules.verdict([asked]), method=method, tp=tp, checks=[asked])
     known = {"method": method, "tp": tp}
 
-    jobs = [[_job(cell, context, prompt, index) for index, prompt in session] for session in _numbered(cell, prompts)]
     try:
         warmup = await _warm_up(cell, context, prompts[0][0])
         if cell.cache == "flush" and not context.stop.is_set():
