@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -107,3 +109,13 @@ def test_only_the_lab_declares_the_simulated_driver():
         assert bool(values.get("gpu_host_simulated_driver")) == (path.parts[-3] == "lab"), path
         if "sglang_server_engine" in values:
             assert (values["sglang_server_engine"]["kind"] == "sim") == (path.parts[-3] == "lab"), path
+
+
+def test_every_readme_is_what_the_specification_says():
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "role_readme.py"), "--check"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
