@@ -20,7 +20,10 @@ from specrig.errors import UsageError
 
 _EPOCH = (2020, 1, 1, 0, 0, 0)
 _TREES = ("src/specrig", "plugins", "playbooks", "roles", "inventory", "sweeps", "meta", "callback_plugins")
-_FILES = ("pyproject.toml", "galaxy.yml", "README.md", "LICENSE")
+_FILES = (
+    *("pyproject.toml", "galaxy.yml", "ansible.cfg", "README.md", "LICENSE"),
+    *("requirements-guest.lock", "requirements-host.lock"),
+)
 
 
 def checkout() -> Path | None:
@@ -109,7 +112,7 @@ def _build(root: Path, folder: Path) -> Path:
     try:
         from hatchling.builders.wheel import WheelBuilder
     except ImportError:
-        raise UsageError("the build backend hatchling is not installed; run `make venv` in the checkout") from None
+        raise UsageError("the build backend hatchling is not installed; run `make setup` in the checkout") from None
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         built = Path(next(iter(WheelBuilder(str(root)).build(directory=scratch, versions=["standard"]))))
         return built.rename(folder / built.name)

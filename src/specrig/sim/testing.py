@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -138,6 +139,8 @@ def running_sim(
         given: dict[str, Any] = {"port": 0, "host": "127.0.0.1", "sim_no_devices": True, **flags}
         command = [sys.executable, "-m", "specrig.sim", "--model-path", str(model_path), "--sim-truth", str(truth)]
         command += [*arguments(given), *extra, "--json"]
+        if guard := shutil.which("setpriv"):  # it goes with this process, also where that is killed
+            command = [guard, "--pdeathsig", "KILL", *command]
         output = Path(scratch) / "output"
         with output.open("w") as stream:
             process = subprocess.Popen(
