@@ -211,7 +211,10 @@ class CallbackModule(CallbackBase):
             if outcome == "changed" and not told:
                 self._collected["changed"].append(f"{task} ({host})")
             if outcome in ("failed", "unreachable") and not ignored:
-                self._failed.append((host, task, message or "no message (hidden by no_log)", outcome))
+                message = message or "no message (hidden by no_log)"
+                # A rescue that adds its words and fails again tells nothing new.
+                if not any(earlier[2][:80] in message for earlier in self._failed):
+                    self._failed.append((host, task, message, outcome))
 
     def _collect(self, parts, host):
         """Takes what results carry for the summary; returns the changes told in words."""
