@@ -1,0 +1,128 @@
+"""The module unit_files on files of this test, with a stand-in for systemctl."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+basic = pytest.importorskip("ansible.module_utils.basic")
+
+SYSTEMCTL = """#!/bin/sh
+# Keeps what is enabled and active as files of a folder; writes down what it is asked to do.
+state={state}
+verb=$1; shift
+case $verb in
+show)
+    shift 2
+    for unit; do
+        echo "Id=$unit"
+        echo "Result=success"
+        [ -e "$state/active-$unit" ] && echo ActiveState=active || echo ActiveState=inactive
+        [ -e "$state/enabled-$unit" ] && echo UnitFileState=enabled || echo UnitFileState=disabled
+        echo
+    done ;;
+enable) for unit; do : > "$state/enabled-$unit"; done; echo "enable $*" >> "$state/log" ;;
+start)
+    echo "start $*" >> "$state/log"
+    [ -e "$state/broken" ] && {{ echo "Job for $1 failed." >&2; exit 1; }}
+    : > "$state/active-$1" ;;
+*) echo "$verb $*" >> "$state/log" ;;
+esac
+"""
+
+
+@pytest.fixture
+def host(tmp_path: Path, repository: Path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "path", [str(repository / ".collections"), *sys.path])
+    module = importlib.import_module("ansible_collections.specrig.host.plugins.modules.unit_files")
+    units, state, tools = tmp_path / "units", tmp_path / "state", tmp_path / "bin"
+    for folder in (units, state, tools):
+        folder.mkdir()
+    monkeypatch.setattr(module, "UNIT_FOLDER", str(units))
+    for name in ("systemctl", "mount", "journalctl"):
+        script = SYSTEMCTL if name == "systemctl" else f'#!/bin/sh\necho "{name} $*" >> {{state}}/log\n'
+        (tools / name).write_text(script.format(state=state))
+        (tools / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin")
+
+    def call(check: bool = False, **parameters: Any) -> dict[str, Any]:
+        arguments = {"ANSIBLE_MODULE_ARGS": {"subject": "test", **parameters, "_ansible_check_mode": check}}
+        monkeypatch.setattr(basic, "_ANSIBLE_ARGS", json.dumps(arguments).encode())
+        monkeypatch.setattr(basic, "_ANSIBLE_PROFILE", "legacy", raising=False)
+        with pytest.raises(SystemExit):
+            module.main()
+        return json.loads(capsys.readouterr().out)
+
+    call.units, call.state = units, state
+    return call
+
+
+def log(host) -> list[str]:
+    path = host.state / "log"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def mount(size: str) -> dict[str, Any]:
+    return {"mount_point": "/srv/specrig/ram", "mount_content": f"[Mount]\nWhat=tmpfs\nOptions=size={size},mode=0755"}
+
+
+def test_a_mount_is_written_enabled_and_started_once(host):
+    check = host(check=True, **mount("1G"))
+    assert check["changed"] is True
+    assert list(host.units.iterdir()) == []
+    assert log(host) == []
+
+    done = host(**mount("1G"))
+    unit = "srv-specrig-ram.mount"
+    assert done["mount_unit"] == unit
+    assert (host.units / unit).read_text() == "[Mount]\nWhat=tmpfs\nOptions=size=1G,mode=0755\n"
+    assert log(host) == ["daemon-reload ", f"enable {unit}", f"start {unit}"]
+    assert "/srv/specrig/ram is not mounted on the host" in done["specrig"]["found"]
+    assert [row["after"] for row in done["diff"]] == [row["after"] for row in check["diff"]]
+
+    again = host(**mount("1G"))
+    assert again["changed"] is False
+    assert len(log(host)) == 3
+
+
+def test_a_mounted_store_is_resized_in_place(host):
+    host(**mount("1G"))
+    (host.state / "log").unlink()
+    done = host(**mount("2G"))
+    assert done["changed"] is True
+    # Nothing is stopped: what lies on the tmpfs stays.
+    assert log(host) == ["daemon-reload ", "mount -o remount,size=2G,mode=0755 /srv/specrig/ram"]
+
+
+def test_a_script_becomes_executable_and_a_lost_mode_is_healed(host, tmp_path):
+    script, unit = tmp_path / "lib" / "tool", host.units / "x.service"
+    parameters = {"files": {str(script): "#!/bin/sh\n", str(unit): "[Unit]\n"}, "enabled": ["x.service"]}
+    host(**parameters)
+    assert script.stat().st_mode & 0o777 == 0o755
+    assert unit.stat().st_mode & 0o777 == 0o644
+    script.chmod(0o600)
+    assert host(**parameters)["changed"] is True
+    assert script.stat().st_mode & 0o777 == 0o755
+    # It is enabled for the next boot and not started now.
+    assert "enable x.service" in log(host)
+    assert not [line for line in log(host) if line.startswith("start")]
+    assert host(**parameters)["changed"] is False
+
+
+def test_a_unit_that_does_not_start_is_one_line(host):
+    (host.state / "broken").write_text("")
+    done = host(**mount("1G"))
+    assert done["failed"] is True
+    assert "systemctl start srv-specrig-ram.mount failed: Job for srv-specrig-ram.mount failed." in done["msg"]
+    assert "\n" not in done["msg"]
+
+
+def test_a_relative_mount_point_is_refused(host):
+    done = host(mount_point="srv/ram", mount_content="[Mount]")
+    assert done["failed"] is True
+    assert "is no absolute path" in done["msg"]
