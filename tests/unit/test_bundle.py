@@ -211,7 +211,7 @@ def test_an_installed_package_makes_its_own_wheel_again(wheel: Path, tmp_path: P
 
 def test_locks_are_found_and_a_missing_one_is_a_clear_line(checkout: Path) -> None:
     assert bundle.lock_file("requirements-guest.lock") == checkout / "requirements-guest.lock"
-    with pytest.raises(UsageError, match="absent.lock is not beside the package") as problem:
+    with pytest.raises(UsageError, match=r"absent\.lock is not beside the package") as problem:
         bundle.lock_file("absent.lock")
     assert "\n" not in str(problem.value)
 
