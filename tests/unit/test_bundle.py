@@ -23,7 +23,7 @@ from specrig.ops import bundle
 COLLECTION = "ansible_collections/specrig/host/"
 PARTS = (
     *("src", "plugins", "callback_plugins", "playbooks", "roles", "inventory", "sweeps", "meta"),
-    *("pyproject.toml", "galaxy.yml", "ansible.cfg", "README.md", "LICENSE"),
+    *("pyproject.toml", "hatch_build.py", "galaxy.yml", "ansible.cfg", "README.md", "LICENSE"),
     *("requirements-guest.lock", "requirements-host.lock"),
 )
 
@@ -222,3 +222,10 @@ def test_without_its_build_backend_a_checkout_says_what_to_do(
     monkeypatch.setitem(sys.modules, "hatchling.builders.wheel", None)
     with pytest.raises(UsageError, match="hatchling is not installed; run `make setup`"):
         bundle.build_wheel(tmp_path)
+
+
+def test_an_editable_install_gets_no_copy_that_would_go_stale(copied: Path, tmp_path: Path) -> None:
+    from hatchling.builders.wheel import WheelBuilder
+
+    made = Path(next(iter(WheelBuilder(str(copied)).build(directory=str(tmp_path), versions=["editable"]))))
+    assert {name.split("/")[0] for name in contents(made)} == {"_specrig.pth", f"specrig-{__version__}.dist-info"}

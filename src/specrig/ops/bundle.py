@@ -21,7 +21,7 @@ from specrig.errors import UsageError
 _EPOCH = (2020, 1, 1, 0, 0, 0)
 _TREES = ("src/specrig", "plugins", "playbooks", "roles", "inventory", "sweeps", "meta", "callback_plugins")
 _FILES = (
-    *("pyproject.toml", "galaxy.yml", "ansible.cfg", "README.md", "LICENSE"),
+    *("pyproject.toml", "hatch_build.py", "galaxy.yml", "ansible.cfg", "README.md", "LICENSE"),
     *("requirements-guest.lock", "requirements-host.lock"),
 )
 
