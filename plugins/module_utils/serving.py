@@ -308,6 +308,7 @@ def plan_unit(name, profile, placed, settings):
         "memory_policy": placed.get("memory_policy"),
         "start_timeout_s": int(profile.get("start_timeout_s") or settings.get("start_timeout_s") or 900),
         "simulated": engine.get("kind") == "sim",
+        "time_scale": engine.get("time_scale") if engine.get("kind") == "sim" else None,
     }
 
 
@@ -315,7 +316,8 @@ def summary_row(plan, status, tokens_per_s=None, note=""):
     """The row of the end-of-run screen."""
     notes = [note] if note else []
     if plan.get("simulated"):
-        notes.append("simulated")
+        scale = plan.get("time_scale")
+        notes.append("simulated" if scale in (None, 1, 1.0) else "simulated, time scale {0:g}".format(float(scale)))
     if plan.get("numa") == "span":
         notes.append("spans nodes as its profile says")
     if memory_policy_reason(plan):

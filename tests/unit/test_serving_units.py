@@ -361,3 +361,20 @@ def test_a_running_benchmark_keeps_its_server_unless_production_needs_the_gpus()
         ["a killed benchmark (specrig-bench-x-0.service) holds GPUs of production"],
     )
     assert serving.leftovers(TABLE, {}, {0}) == ([], [], [])
+
+
+@pytest.mark.parametrize(
+    ("engine", "note"),
+    [
+        ({"kind": "sim", "time_scale": 0.45}, "simulated, time scale 0.45"),
+        ({"kind": "sim"}, "simulated"),
+        ({"kind": "sglang", "time_scale": 0.45}, ""),
+    ],
+)
+def test_a_rate_of_the_simulated_engine_is_never_shown_without_its_time_scale(engine, note):
+    settings = {"engine": dict(engine, command=["/opt/engine"]), "model_root": "/srv/models"}
+    placed = {"gpus": [0], "guest_gpus": [0], "numa_nodes": [0], "memory_nodes": [0], "memory_policy": True}
+    plan = serving.plan_unit(
+        "chat", {"model": "m", "tp": 1, "method": "autoregressive", "port": 31001}, placed, settings
+    )
+    assert serving.summary_row(plan, "serving", 100.0)["note"] == note
