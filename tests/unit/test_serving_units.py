@@ -372,7 +372,7 @@ def test_a_running_benchmark_keeps_its_server_unless_production_needs_the_gpus()
     ],
 )
 def test_a_rate_of_the_simulated_engine_is_never_shown_without_its_time_scale(engine, note):
-    settings = {"engine": dict(engine, command=["/opt/engine"]), "model_root": "/srv/models"}
+    settings = {"engine": dict(engine, command=["/opt/engine"]), "model_root": "/srv/models", "listen": "127.0.0.1"}
     placed = {"gpus": [0], "guest_gpus": [0], "numa_nodes": [0], "memory_nodes": [0], "memory_policy": True}
     plan = serving.plan_unit(
         "chat", {"model": "m", "tp": 1, "method": "autoregressive", "port": 31001}, placed, settings
