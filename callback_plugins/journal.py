@@ -144,6 +144,7 @@ class CallbackModule(CallbackBase):
         self._pid = os.getpid()
         self._ended = True
         self._broken = False
+        self._interrupted = False
         self._begin("")
         atexit.register(self._at_exit)
 
@@ -168,7 +169,7 @@ class CallbackModule(CallbackBase):
         self._version = version()
         self._check = bool(context.CLIARGS.get("check", False))
         self._ended = False
-        self._end_on_sigterm()
+        self._watch_signals()
         limits = {key: context.CLIARGS.get(key) for key in ("subset", "tags", "skip_tags")}
         self._write("start", "ok", **{key: value for key, value in limits.items() if value and value != ("all",)})
 
@@ -283,20 +284,31 @@ class CallbackModule(CallbackBase):
             with contextlib.suppress(Exception):
                 self._end("aborted", seconds=round(time.monotonic() - self._started, 1))
 
-    def _end_on_sigterm(self):
-        """A process that a signal ends runs nothing at exit: write the end first, then let Ansible's handler go on."""
-        before = signal.getsignal(signal.SIGTERM)
+    def _watch_signals(self):
+        """Puts the journal in front of Ansible's own handlers, which go on doing what they do.
 
-        def handler(number, frame):
+        A process that SIGTERM ends runs nothing at exit, so the end is written first. The KeyboardInterrupt of a Ctrl-C
+        that arrives inside a fork or a finalizer is dropped by Python; it is raised again at the next event.
+        """
+
+        def terminated(number, frame):
             self._at_exit()
-            if callable(before):
-                before(number, frame)
-            else:
-                signal.signal(number, signal.SIG_DFL)
-                os.kill(os.getpid(), number)
+            before[number](number, frame)
 
+        def interrupted(number, frame):
+            self._interrupted = True
+            before[number](number, frame)
+
+        before = {}
         with contextlib.suppress(ValueError):  # not the main thread
-            signal.signal(signal.SIGTERM, handler)
+            for number, handler in ((signal.SIGTERM, terminated), (signal.SIGINT, interrupted)):
+                before[number] = signal.getsignal(number)
+                if callable(before[number]):
+                    signal.signal(number, handler)
+
+    def v2_playbook_on_task_start(self, task, is_conditional):  # noqa: ARG002
+        if self._interrupted:
+            raise KeyboardInterrupt
 
     def _summary(self, outcome, seconds, changed):
         word = {"failed": "FAILED", "changed": "done", "ok": "done, nothing to change"}[outcome]

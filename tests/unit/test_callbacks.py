@@ -210,3 +210,15 @@ def test_a_serving_line_says_unknown_and_never_a_number_for_it(module):
 def test_one_line_is_one_line(module):
     assert module.one_line("a\n  b\tc") == "a b c"
     assert module.one_line("x" * 50, 10) == "x" * 9 + "…"
+
+
+def test_a_ctrl_c_that_python_dropped_ends_the_run_at_the_next_task(module, monkeypatch):
+    handlers = {signal.SIGINT: lambda number, frame: None, signal.SIGTERM: signal.SIG_DFL}
+    monkeypatch.setattr(module.signal, "getsignal", lambda number: handlers[number])
+    monkeypatch.setattr(module.signal, "signal", handlers.__setitem__)
+    callback = module.CallbackModule()
+    callback._watch_signals()
+    callback.v2_playbook_on_task_start(None, False)
+    handlers[signal.SIGINT](signal.SIGINT, None)
+    with pytest.raises(KeyboardInterrupt):
+        callback.v2_playbook_on_task_start(None, False)
