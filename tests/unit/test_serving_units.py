@@ -375,6 +375,9 @@ def test_a_rate_of_the_simulated_engine_is_never_shown_without_its_time_scale(en
     settings = {"engine": dict(engine, command=["/opt/engine"]), "model_root": "/srv/models", "listen": "127.0.0.1"}
     placed = {"gpus": [0], "guest_gpus": [0], "numa_nodes": [0], "memory_nodes": [0], "memory_policy": True}
     plan = serving.plan_unit(
-        "chat", {"model": "m", "tp": 1, "method": "autoregressive", "port": 31001}, placed, settings
+        "chat",
+        {"model": "m", "tp": 1, "method": "autoregressive", "port": 31001, "context_length": 4096},
+        placed,
+        settings,
     )
     assert serving.summary_row(plan, "serving", 100.0)["note"] == note
