@@ -68,9 +68,9 @@ class Lab:
         lifecycle.up(self.name, DEFAULT_SIZE_MB, _quiet)
 
     def run(self, *command: str, timeout_s: float = 600) -> subprocess.CompletedProcess[str]:
-        """Run a command on this machine, from the checkout, in this lab's environment."""
+        """Run a command on this machine, from the checkout, in this lab's environment; it ends with this process."""
         return subprocess.run(
-            command,
+            ["setpriv", "--pdeathsig", "TERM", *command],
             cwd=REPOSITORY,
             env=self.env,
             stdin=subprocess.DEVNULL,

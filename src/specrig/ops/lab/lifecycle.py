@@ -373,7 +373,10 @@ def leftovers(name: str) -> list[str]:
 def _remove(name: str) -> None:
     directory = STATE_ROOT / name
     container, bridge = states.container_name(name), states.bridge_name(name)
+    state = states.load(name)
     containers.stop(directory / "lxc", container, gentle=False)
+    if state is not None:
+        network.hang_up(state.address)
     with states.locked(STATE_ROOT / ".lock"):
         network.down(bridge, last=not [other for other in states.labs() if other != name])
     if directory.exists():

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
+import os
 import shlex
+import signal
 import subprocess
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -116,6 +120,36 @@ def rules_of(bridge: str) -> list[tuple[str, list[str]]]:
             if words[:1] == ["-A"] and f"specrig-lab {bridge}" in words:
                 found.append((table, words[1:]))
     return found
+
+
+def ssh_sessions(address: str) -> list[int]:
+    """Processes of ssh on this machine that are connected to an address, such as the ones that Ansible keeps open."""
+    remote = f"{int.from_bytes(ipaddress.IPv4Address(address).packed, 'little'):08X}:"
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    sockets = {f"socket:[{row[9]}]" for row in rows if row[2].startswith(remote)}
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if (process / "comm").read_text() == "ssh\n" and sockets & {
+                str(p.readlink()) for p in process.glob("fd/*")
+            }:
+                found.append(int(process.name))
+        except OSError:
+            continue
+    return found
+
+
+def hang_up(address: str) -> None:
+    """End this machine's ssh sessions to an address; each removes its control socket."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for _ in range(20):
+            left = ssh_sessions(address)
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            if not left:
+                return
+            time.sleep(0.05)
 
 
 def down(bridge: str, last: bool) -> None:
