@@ -60,12 +60,16 @@ def one_request(rows: list[dict[str, object]], repeat: int) -> None:
             "name: one\nmodel: Qwen3.6-27B\napi: sglang\nbaseline: autoregressive\nlaunches: 1\n"
             "workloads:\n  - {name: one, prompts: questions, prompt_tokens: 256, output_tokens: 4, requests: 1}\n"
         )
-        with running_sim(model_path=tokenizer) as sim:
+        with running_sim(model_path=tokenizer, served_model_name="Qwen3.6-27B") as sim:
             seconds = []
             for number in range(repeat + 1):
                 command = [*SPECRIG, "load", str(sweep), "--url", sim.url, "--tokenizer", str(tokenizer)]
                 started = time.perf_counter()
-                subprocess.run([*command, "--out", f"{scratch}/run{number}", "--json"], check=True, capture_output=True)
+                done = subprocess.run(
+                    [*command, "--out", f"{scratch}/run{number}", "--json"], check=False, capture_output=True, text=True
+                )
+                if done.returncode:
+                    raise SystemExit(f"bench: specrig load ended with {done.returncode}: {done.stderr.strip()[-400:]}")
                 if number:
                     seconds.append(time.perf_counter() - started)
     show(rows, "specrig load, one request, whole process", seconds, 1.0)
@@ -74,7 +78,7 @@ def one_request(rows: list[dict[str, object]], repeat: int) -> None:
 def recovery(rows: list[dict[str, object]], repeat: int) -> None:
     """An unchanged recovery of the lab, where one is up and provisioned."""
     state = subprocess.run([*SPECRIG, "lab", "status", "--json"], capture_output=True, text=True, check=False)
-    up = state.returncode == 0 and json.loads(state.stdout or "{}").get("host", {}).get("running", False)
+    up = state.returncode == 0 and json.loads(state.stdout or "{}").get("state") == "up"
     command = ["ansible-playbook", "-i", "inventory/lab", "playbooks/recover.yml"]
     note = "" if up else "no lab is up; run make demo first"
     show(rows, "an unchanged recovery of the lab", timed(command, repeat) if up else None, 8.0, note)
