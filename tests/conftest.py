@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -48,3 +49,26 @@ def _own_journal(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
     """No test writes to the journal of the machine it runs on."""
     if "SPECRIG_JOURNAL" not in os.environ:
         monkeypatch.setenv("SPECRIG_JOURNAL", str(tmp_path_factory.getbasetemp() / "journal.jsonl"))
+
+
+@pytest.fixture
+def undisturbed(tmp_path: Path) -> Callable[[Callable[[Path], None]], None]:
+    """Measure and compare in a fresh folder; where that fails, once more.
+
+    For comparisons of measured times with the engine's own: another process of a busy machine may hold the client's CPU
+    for longer than the tolerance. A measurement that is wrong is wrong both times.
+    """
+
+    def measure(attempt: Callable[[Path], None]) -> None:
+        for name in ("first", "again"):
+            folder = tmp_path / name
+            folder.mkdir()
+            try:
+                return attempt(folder)
+            except AssertionError as disturbed:
+                if name == "again":
+                    raise
+                print(f"measured again, the first time came out as: {disturbed}")
+        return None
+
+    return measure

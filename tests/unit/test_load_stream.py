@@ -182,7 +182,7 @@ def test_time_limits_keep_what_arrived(script: list[bytes | float], error: str, 
     exchange = drive(once(script), lambda client: ask(client, limits))
     assert exchange.error == error
     assert exchange.decoder.output_tokens == tokens
-    assert time.monotonic() - begun < 3
+    assert time.monotonic() - begun < 20  # not the 30 s of the script
 
 
 def test_comments_do_not_hide_a_stalled_stream() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,13 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-def test_the_report_agrees_with_the_engine(tokenizer_dir: Path, tmp_path: Path, capsys: Any) -> None:
+def test_the_report_agrees_with_the_engine(
+    tokenizer_dir: Path, undisturbed: Callable[[Callable[[Path], None]], None], capsys: Any
+) -> None:
+    undisturbed(lambda folder: the_report_agrees_with_the_engine(tokenizer_dir, folder, capsys))
+
+
+def the_report_agrees_with_the_engine(tokenizer_dir: Path, tmp_path: Path, capsys: Any) -> None:
     sweep = tmp_path / "sweep.yml"
     sweep.write_text(SWEEP)
     runs: list[str] = []
