@@ -93,6 +93,7 @@ def test_an_interrupted_session_removes_its_lab(how: signal.Signals, tmp_path: P
         # Nothing can clean up then; the next session, or this, does.
         assert lifecycle.leftovers(f"{base}-t") != []
         lifecycle.down(f"{base}-t", lambda _line: None)
+        (state.STATE_ROOT / f".{base}-t.session").unlink()
     assert lifecycle.leftovers(f"{base}-t") == [], rest
     assert gone(lambda: network.ssh_sessions(address))
     assert gone(lambda: mentioned("sleep 119.5"))

@@ -326,6 +326,7 @@ def reboot(name: str, load: driver.Load, say: Say) -> LabState:
         say: gets a line per step.
     """
     require()
+    existing(name)  # before a lock file is made for a name that is no lab's
     with states.lab_lock(name):
         state = existing(name)
         say("stopping the lab's host")
