@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,24 @@ def tokenizer_dir() -> Path:
                 if not (folder / "tokenizer_config.json").is_file():
                     raise
     return folder
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _tokenizers_read_once() -> Iterator[None]:
+    """Commands that tests run in this process parse the same tokenizer once: half a second each otherwise."""
+    from specrig.tokens import tokenizer
+
+    read, kept = tokenizer._fast, {}
+
+    def once(raw: bytes, file: Path) -> object:
+        key = hashlib.sha256(raw).digest()
+        if key not in kept:
+            kept[key] = read(raw, file)
+        return kept[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer, "_fast", once)
+        yield
 
 
 @pytest.fixture(autouse=True)
