@@ -33,6 +33,14 @@ options:
     ini:
       - section: specrig
         key: reason
+  summary_file:
+    description: A file that gets the screen of the last run besides, for runs that nobody watches.
+    type: str
+    env:
+      - name: SPECRIG_SUMMARY
+    ini:
+      - section: specrig
+        key: summary
   run:
     description: The id of this run, when a driver has chosen one.
     type: str
@@ -224,16 +232,18 @@ class CallbackModule(CallbackBase):
             said = part.get("specrig")
             if not isinstance(said, dict):
                 continue
+            # Steps are for the journal; the screen shows what they came to.
+            told += [one_line(row) for row in said.get("steps") or []]
             for name in SECTIONS:
                 rows = said.get(name) or []
                 for row in rows if isinstance(rows, list) else [rows]:
                     if name == "changed":
                         told.append(one_line(row))
                     if name == "serving":
-                        # A later look at a profile replaces an earlier one.
+                        # A later look at a profile replaces an earlier one; what was stopped serves nowhere.
                         key = (host, row.get("profile"))
                         kept = [old for old in self._collected[name] if old[0] != key]
-                        self._collected[name] = [*kept, (key, row)]
+                        self._collected[name] = kept if row.get("status") == "stopped" else [*kept, (key, row)]
                     elif row not in self._collected[name]:
                         self._collected[name].append(row if isinstance(row, dict) else one_line(row))
                     if name == "gates":
@@ -271,8 +281,11 @@ class CallbackModule(CallbackBase):
             outcome = "failed" if bad or not hosts else "changed" if totals.get("changed") else "ok"
             seconds = round(time.monotonic() - self._started, 1)
             self._end(outcome, seconds=seconds, changed=totals.get("changed", 0), hosts=hosts)
-            for line in self._summary(outcome, seconds, totals.get("changed", 0)):
+            lines = self._summary(outcome, seconds, totals.get("changed", 0))
+            for line in lines:
                 self._display.display(line)
+            if self.get_option("summary_file"):
+                self._keep(Path(self.get_option("summary_file")).expanduser(), lines)
 
     def _end(self, outcome, **extra):
         if not self._ended:
@@ -319,7 +332,7 @@ class CallbackModule(CallbackBase):
         lines += _section("found", [str(row) for row in rows["found"]])
         lines += _section("would change" if self._check else "changed", [str(row) for row in rows["changed"]])
         lines += _section("serving", [serving_line(row) for key, row in rows["serving"]])
-        lines += _section("cells", [_cell_line(row) for row in rows["cells"]])
+        lines += _section("cells", _cell_lines(rows["cells"]))
         gates = rows["gates"]
         open_gates = [row for row in gates if row.get("status") != "pass"]
         lines += _section("gates not passed", [_gate_line(row) for row in open_gates])
@@ -331,6 +344,17 @@ class CallbackModule(CallbackBase):
         return lines
 
     # writing
+
+    def _keep(self, path, lines):
+        """Replaces the summary file; what cannot be written costs a warning."""
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+        scratch = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            scratch.write_text("\n".join([f"at {now}", *lines]) + "\n", encoding="utf-8")
+            scratch.replace(path)
+        except OSError as problem:
+            self._display.warning(f"the summary {path} could not be written ({problem.strerror or problem})")
 
     def _write(self, event, outcome, **extra):
         now = datetime.datetime.now(datetime.UTC)
@@ -389,6 +413,15 @@ def _section(title, items):
 def _gate_line(row):
     subject = row.get("subject") or row.get("profile") or ""
     return one_line(f"{row.get('gate')} {subject}: {row.get('status')}: {row.get('message')}", 400)
+
+
+def _cell_lines(rows):
+    """How many ended how, then each that is not done."""
+    states = [row.get("state", row.get("outcome")) for row in rows]
+    if not rows:
+        return []
+    counts = ", ".join("{0} {1}".format(states.count(state), state) for state in sorted(set(states), key=str))
+    return [counts, *(_cell_line(row) for row, state in zip(rows, states, strict=True) if state != "done")]
 
 
 def _cell_line(row):

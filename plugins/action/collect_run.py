@@ -64,6 +64,7 @@ class ActionModule(ActionBase):
         name = os.path.basename(source)
         dest = os.path.abspath(os.path.expanduser(arguments["dest"]))
         result.update(changed=True, path=os.path.join(dest, name))
+        result["specrig"] = {"changed": ["collected the run into {0}".format(result["path"])]}
         if self._task.check_mode:
             return result
         packed = "/tmp/specrig-collect-{0}.tar.gz".format(os.urandom(8).hex())

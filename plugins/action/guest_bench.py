@@ -49,5 +49,14 @@ class ActionModule(ActionBase):
         except ValueError as error:
             raise AnsibleActionFail("the package's answer is not JSON ({0})".format(error)) from error
         if request.get("create"):
-            result["specrig"] = {"started_runs": [result["answer"]["run"]]}
+            answer = result["answer"]
+            verb = "went on with" if request.get("run") else "made"
+            result["specrig"] = {
+                "started_runs": [answer["run"]],
+                "changed": ["{0} the run {1} in the guest".format(verb, answer["folder"])],
+            }
+        elif arguments["ask"] == "launch":
+            result["specrig"] = {"steps": ["noted launch {0} in the run".format(request.get("launch"))]}
+        elif arguments["ask"] == "label":
+            result["specrig"] = {"changed": ["labelled the run {0}".format(result["answer"]["label"])]}
         return result

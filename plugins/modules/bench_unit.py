@@ -36,6 +36,11 @@ options:
     description: CPU list that the program may use; empty means any.
     type: str
     default: ""
+  cells:
+    description: Ids of the cells that this call is about; empty means all of the launch. Others were told of before.
+    type: list
+    elements: str
+    default: []
   timeout_s:
     description: The longest to wait for the program's end, in seconds.
     type: int
@@ -67,7 +72,8 @@ exit_status:
   type: int
   returned: always
 cells:
-  description: Rows of cells.jsonl that this launch wrote.
+  description: >-
+    Rows of cells.jsonl that this launch wrote; with state absent, those of launches whose end no controller has seen.
   type: list
   elements: dict
   returned: always
@@ -115,15 +121,21 @@ def units_of(module, stem):
     return [line.split()[0] for line in out.splitlines() if line.split()]
 
 
-def wait_for_end(module, unit, seconds):
-    """Poll with growing pauses until the unit has ended; False where it has not in time."""
+def wait_for_end(module, unit, seconds, status_file=None):
+    """Wait until the unit has ended; False where it has not in time.
+
+    The file that a unit leaves at its end is looked for often, which costs the measurement beside it nothing; the
+    service manager is asked once in two seconds.
+    """
     deadline = time.monotonic() + seconds
-    pause = 0.1
     while running(module, unit):
         if time.monotonic() > deadline:
             return False
-        time.sleep(pause)
-        pause = min(pause * 1.5, 1.0)
+        ask_again = time.monotonic() + (2.0 if status_file else 0.2)
+        while time.monotonic() < ask_again and not (status_file and os.path.exists(status_file)):
+            time.sleep(0.05)
+        if status_file and os.path.exists(status_file):
+            time.sleep(0.05)
     return True
 
 
@@ -142,6 +154,22 @@ def finished_cells(folder, launch):
     except OSError:
         return []
     return list(rows.values())
+
+
+def told(rows):
+    """The rows as the journal and the summary take them."""
+    names = ("cell", "launch", "profile", "workload", "state", "reason", "requests", "ok", "wall_s")
+    return [dict({name: row.get(name) for name in names}, outcome="ok" if row.get("state") == "done" else row.get("state")) for row in rows]
+
+
+def untold_launches(folder):
+    """Launches in the manifest whose end no controller has noted: it was killed, or interrupted."""
+    try:
+        with open(os.path.join(folder, "manifest.json"), "rb") as file:
+            entries = json.loads(file.read().decode("utf-8")).get("launches") or []
+    except (OSError, ValueError, AttributeError):
+        return []
+    return [entry["launch"] for entry in entries if "launch" in entry and not entry.get("noted")]
 
 
 def log_lines(module, unit, count=25):
@@ -201,19 +229,18 @@ def run_to_end(module):
         if os.path.exists(status_file):
             os.unlink(status_file)
         start(module, unit, status_file)
-    ended = wait_for_end(module, unit, parameters["timeout_s"])
+    ended = wait_for_end(module, unit, parameters["timeout_s"], status_file)
     status = read_status(status_file)
-    cells = finished_cells(parameters["folder"], parameters["launch"])
+    cells = [
+        row
+        for row in finished_cells(parameters["folder"], parameters["launch"])
+        if not parameters["cells"] or row.get("cell") in parameters["cells"]
+    ]
     result = {"changed": True, "exit_status": status, "cells": cells, "unit": unit, "attached": attached}
     result["log"] = log_lines(module, unit)
     result["specrig"] = {
-        "cells": [
-            {
-                key: cell.get(key)
-                for key in ("cell", "profile", "workload", "state", "reason", "requests", "ok", "wall_s")
-            }
-            for cell in cells
-        ]
+        "cells": told(cells),
+        "steps": ["{0} the cells of launch {1}".format("waited for" if attached else "ran", parameters["launch"])],
     }
     if not ended:
         module.fail_json(
@@ -241,7 +268,17 @@ def stop_all(module):
         still = [unit for unit in active if not wait_for_end(module, unit, 90)]
         if still:
             module.fail_json(msg="{0} did not stop in 90 s; look at it in the guest".format(", ".join(still)))
-    module.exit_json(changed=bool(active), stopped=active, cells=[], log=[], exit_status=None)
+    cells = []
+    for launch in untold_launches(module.params["folder"]):
+        cells += finished_cells(module.params["folder"], launch)
+    module.exit_json(
+        changed=bool(active),
+        stopped=active,
+        cells=cells,
+        log=[],
+        exit_status=None,
+        specrig={"changed": ["stopped {0}".format(unit) for unit in active], "cells": told(cells)},
+    )
 
 
 def main():
@@ -253,6 +290,7 @@ def main():
             "folder": {"type": "path", "required": True},
             "user": {"type": "str", "default": "specrig"},
             "cpus": {"type": "str", "default": ""},
+            "cells": {"type": "list", "elements": "str", "default": []},
             "timeout_s": {"type": "int", "default": 86400},
             "state": {"type": "str", "choices": ["finished", "absent"], "default": "finished"},
         },

@@ -340,6 +340,11 @@ def main():
     for target in targets:
         target["env"] = serving.mask_env(target["env"])
         target["argv"] = serving.mask_argv(target["argv"])
+    # What is started or stopped by name is a step of something larger: the journal has each, the screen its outcome.
+    report = {"found": found, "changed": changed, "notes": notes}
+    if state != "present":
+        report = {"steps": changed, "notes": notes}
+    report["serving"] = [{"profile": name, "status": "stopped"} for name in stop]
     module.exit_json(
         changed=bool(changed) or bool(files.changed),
         diff=files.diff,
@@ -348,7 +353,7 @@ def main():
         problems=problems,
         started=start + restart,
         stopped=stop,
-        specrig={"found": found, "changed": changed, "notes": notes},
+        specrig=report,
     )
 
 

@@ -100,7 +100,8 @@ def list_runs(args: argparse.Namespace) -> int:
     folder = Path(args.folder)
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such folder; runs are collected below ./runs unless --out says otherwise")
-    rows = [describe(path) for path in sorted(folder.iterdir(), reverse=True) if is_run_folder(path)]
+    rows = [describe(path) for path in folder.iterdir() if is_run_folder(path)]
+    rows.sort(key=lambda row: (str(row["created_at"] or ""), row["run"]), reverse=True)
     if args.json:
         print(json.dumps(rows, indent=2))
         return 0
@@ -348,7 +349,8 @@ def _end(
     if result.interrupted and found:
         print("interrupted: keeping what was finished, putting production back ...", file=sys.stderr)
         cleaned = _run(args, inventory, {**extra, "decode_bench_abort": found, "decode_bench_resume": ""})
-        result.specrig.setdefault("runs", []).extend(cleaned.specrig.get("runs", []))
+        for name in ("runs", "notes", "cells"):
+            result.specrig.setdefault(name, []).extend(cleaned.specrig.get(name, []))
         again = f"specrig runs resume {found}"
         print(
             f"run {found}: labelled aborted; {again} does the missing cells"

@@ -227,6 +227,7 @@ def note_launch(request: Mapping[str, Any]) -> dict[str, Any]:
             if name == "gates":
                 value = [*entry.get("gates", []), *value]
             entry[name] = value
+        entry["noted"] = True
         manifest.setdefault("placements", {}).update(request.get("placements") or {})
 
     with RunFolder.open(request["folder"]) as run:
@@ -239,7 +240,7 @@ def note_launch(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def label_run(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Label a run by what is in it, or as told.
+    """Label a run by what is in it, or as told; every launch in it has been told of by then.
 
     Args:
         request: ``folder``, and ``label`` (or null: complete where every cell of every launch has ended, else partial),
@@ -247,6 +248,7 @@ def label_run(request: Mapping[str, Any]) -> dict[str, Any]:
     """
     with RunFolder.open(request["folder"]) as run:
         failed = [item for item in run.manifest.get("launches", []) if item.get("error")]
+        run.update_manifest(_all_noted)
         label = request.get("label") or ("complete" if not missing(run) else "partial")
         run.set_label(label)
         run.journal({"event": "end", "outcome": label, "message": request.get("why")})
@@ -255,6 +257,11 @@ def label_run(request: Mapping[str, Any]) -> dict[str, Any]:
         "missing": len(missing(run)),
         "failed": [f"launch {item['launch']} of {item.get('profile', '?')}: {item['error']}" for item in failed],
     }
+
+
+def _all_noted(manifest: dict[str, Any]) -> None:
+    for entry in manifest.get("launches", []):
+        entry["noted"] = True
 
 
 def missing(run: RunFolder) -> list[tuple[str, int]]:

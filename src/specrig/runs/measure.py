@@ -172,6 +172,7 @@ def _enter_launch(run: RunFolder, job: Job) -> float:
             entries.append(entry)
         if isinstance(entry.get("t0_unix"), int | float):
             origin = float(entry["t0_unix"])
+        entry.pop("noted", None)  # whoever started it has to see this end, too
         entry.update(profile=job.profile, block=job.block, t0_unix=origin, server_info=job.info)
         manifest["engine"] = engine_facts(job.info)
         manifest["label"] = "running"
