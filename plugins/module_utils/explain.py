@@ -83,6 +83,7 @@ def config_problems(facts: dict[str, Any]) -> list[str]:
             problems.append("rule %s allows a major that is not NVIDIA's (%s)" % (rule["text"], owner))
         elif guestconf.rule(rule["text"]) is None:
             problems.append("device rule not understood: %s" % rule["text"])
+    problems += guestconf.dev_problems(facts)
     paths = {mount["source"] for mount in facts["mounts"]} | {dev["path"] for dev in facts["devs"]}
     if any(path and path.startswith("/dev/nvidia") and path[len("/dev/nvidia") :].isdigit() for path in paths):
         for node in ("/dev/nvidiactl", "/dev/nvidia-uvm"):

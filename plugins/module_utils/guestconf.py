@@ -9,6 +9,9 @@ mark. A line of the main section is ours when it
 * is an ``lxc.mount.entry`` or ``mpN`` of a target inside the guest that we want or recorded: two mounts on one target
   cannot both be right.
 
+A ``devN`` line (Proxmox VE 8.2 and later reads the device's numbers at every start of the guest) is ours only when we
+recorded it. One of somebody else for a path that we want does its work and stays as it is.
+
 Everything else belongs to somebody else and keeps every byte: other sections (snapshots, ``[pve:pending]``), comments,
 and device rules that merely look stale. Those are reported.
 """
@@ -27,6 +30,8 @@ _PAIR = {
 }
 _SECTION = re.compile(r"^\[\s*([^\]]+?)\s*\]\s*$")
 _RULE = re.compile(r"^([abc])(?:\s+(\d+|\*):(\d+|\*)\s+([rwm]+))?$")
+_DEV = re.compile(r"^dev(\d+)$")
+DEV_LIMIT = 256
 ALLOW = "lxc.cgroup2.devices.allow"
 MOUNT = "lxc.mount.entry"
 # Majors that the kernel hands out dynamically: a number there means nothing after a reboot.
@@ -127,6 +132,39 @@ def node_lines(nodes: Iterable[dict[str, Any]]) -> list[Pair]:
     return lines
 
 
+def dev_options(value: str) -> dict[str, str]:
+    """Return the options of a devN value, ``path`` among them: ``/dev/x,mode=0666`` or ``mode=0666,path=/dev/x``."""
+    options = {}
+    for number, part in enumerate(piece.strip() for piece in value.split(",")):
+        key, equals, text = part.partition("=")
+        if not equals and number == 0:
+            key, text = "path", part
+        options[key.strip()] = text.strip()
+    return options
+
+
+def dev_value(path: str, mode: str) -> str:
+    """Return the value of a devN line, as Proxmox VE writes it.
+
+    Raises:
+        ValueError: where Proxmox VE would not take it.
+    """
+    if not re.match(r"^/dev/[^\s,=]+$", path):
+        raise ValueError("%r; expected a path below /dev without blanks, commas and equal signs" % path)
+    if not re.match(r"^0[0-7]{3}$", mode):
+        raise ValueError("mode %r; expected four octal digits such as 0666" % mode)
+    return "%s,mode=%s" % (path, mode)
+
+
+def _normal(pair: Pair) -> Pair:
+    """Return the pair in one form, whatever order the options of a devN line have."""
+    if not _DEV.match(pair[0]):
+        return pair
+    options = dev_options(pair[1])
+    path = options.pop("path", "")
+    return pair[0], ",".join([path, *("%s=%s" % item for item in sorted(options.items()))])
+
+
 def folder_line(source: str, target: str, read_only: bool = True) -> Pair:
     """Return the (key, value) pair that binds a host folder into a guest."""
     for path in (source, target):
@@ -169,8 +207,10 @@ def parse(
     Returns:
         dict: ``style``, ``sections`` (names of the sections after the main one), ``device_rules``
         [{text, major, minor, access, stale, owner}] of the main section, ``mounts`` [{source, target, text}],
-        ``devs`` [{key, path, text}], ``v1_keys`` (texts), ``duplicates`` (texts), ``unprivileged`` (bool or None),
-        ``elsewhere`` [{section, text}] (device lines of other sections: without effect), ``entries``.
+        ``devs`` [{key, path, mode, uid, gid, deny_write, text}] (those in effect: of a repeated key the last),
+        ``v1_keys`` (texts), ``duplicates`` (texts), ``unprivileged`` (bool or None), ``elsewhere`` [{section, text}]
+        (device lines of other sections: without effect), ``entries``, ``lock`` (what Proxmox VE locked the guest for,
+        or None), ``pending`` (keys devN that a pending change sets or deletes).
 
     Raises:
         ValueError: where the text is in neither style.
@@ -191,6 +231,8 @@ def parse(
         "unprivileged": None,
         "elsewhere": [],
         "entries": [],
+        "lock": None,
+        "pending": [],
     }
     section = None
     for number, line in enumerate(lines):
@@ -206,6 +248,8 @@ def parse(
         key, value = pair
         device = key.startswith("lxc.cgroup") and ".devices." in key
         if section is not None:
+            if section == "pve:pending" and (_DEV.match(key) or key == "delete"):
+                result["pending"] += [key] if key != "delete" else re.findall(r"\bdev\d+", value)
             if device or key == MOUNT:
                 result["elsewhere"].append({"section": section, "text": bare.strip()})
             continue
@@ -229,22 +273,111 @@ def parse(
             result["mounts"].append(
                 {"source": fields[0] if fields else None, "target": _mount_target(key, value), "text": value}
             )
-        elif re.match(r"^dev\d+$", key):
-            result["devs"].append({"key": key, "path": re.sub(r"^path=", "", value.split(",")[0]), "text": value})
+        elif _DEV.match(key):
+            options = dev_options(value)
+            result["devs"] = [dev for dev in result["devs"] if dev["key"] != key]
+            row = {"key": key, "path": options.get("path"), "mode": options.get("mode", "0660"), "text": value}
+            row.update(gid=options.get("gid"), uid=options.get("uid"), deny_write=options.get("deny-write") == "1")
+            result["devs"].append(row)
+        elif key == "lock":
+            result["lock"] = value
         elif key == "unprivileged":
             result["unprivileged"] = value == "1"
         elif key == "lxc.idmap":
             result["unprivileged"] = True
     counted: dict[Pair, int] = {}
-    for entry in result["entries"]:
-        if entry[0] in (ALLOW, MOUNT):
-            counted[entry] = counted.get(entry, 0) + 1
+    for key, value in result["entries"]:
+        if key in (ALLOW, MOUNT):
+            counted[key, value] = counted.get((key, value), 0) + 1
+        elif _DEV.match(key):
+            counted[key, "(Proxmox VE takes the last)"] = counted.get((key, "(Proxmox VE takes the last)"), 0) + 1
     result["duplicates"] = ["%s %s" % entry for entry, times in counted.items() if times > 1]
     return result
 
 
+def _place_devs(
+    found: list[Pair], devices: list[str], owned: set[Pair], avoid: set[str]
+) -> tuple[dict[str, str], list[str]]:
+    """Decide on the devN lines of a main section.
+
+    Args:
+        found: the devN pairs in the order of the file, normal form.
+        devices: values that are wanted, one for each path.
+        owned: the pairs that are ours.
+        avoid: keys that a pending change is going to use.
+
+    Returns:
+        {key: value} of our lines as they have to be, and the values that somebody else's line stands for.
+    """
+    foreign = {key: value for key, value in found if (key, value) not in owned}
+    theirs = {dev_options(value).get("path") for value in foreign.values()}
+    mine: dict[str, list[str]] = {}
+    for key, value in found:
+        path = dev_options(value).get("path")
+        if (key, value) in owned and key not in foreign and path is not None and key not in mine.get(path, []):
+            mine.setdefault(path, []).append(key)
+    ours: dict[str, str] = {}
+    covered: list[str] = []
+    unplaced: list[str] = []
+    present = set(found)
+    for value in devices:
+        path = dev_options(value)["path"]
+        if path in theirs:
+            covered.append(value)
+            continue
+        keys = mine.get(path, [])
+        if not keys:
+            unplaced.append(value)
+            continue
+        exact = [key for key in keys if _normal((key, value)) in present]
+        ours[(exact or keys)[0]] = value
+    used = {key for key, _value in found} | avoid
+    free = ("dev%d" % number for number in range(DEV_LIMIT) if "dev%d" % number not in used)
+    for value in unplaced:
+        key = next(free, None)
+        if key is None:
+            raise ValueError("no devN is free for %s: the guest has %d device entries" % (value, DEV_LIMIT))
+        ours[key] = value
+    return ours, covered
+
+
+def dev_problems(facts: dict[str, Any]) -> list[str]:
+    """Return what is wrong with the devN lines of a parsed configuration, one text each."""
+    problems = []
+    by_path: dict[str, list[str]] = {}
+    for dev in facts["devs"]:
+        path = dev["path"] or ""
+        by_path.setdefault(path, []).append(dev["key"])
+        if not path.startswith("/dev/nvidia"):
+            continue
+        if dev["deny_write"]:
+            problems.append("%s: %s denies writing, CUDA opens it for writing; drop deny-write=1" % (dev["key"], path))
+        elif dev["mode"][-1:] < "6":
+            group = "" if dev["gid"] is None else ", for group %s alone" % dev["gid"]
+            problems.append(
+                "%s: %s gets mode %s in the guest%s: a service user cannot open it; add mode=0666"
+                % (dev["key"], path, dev["mode"], group)
+            )
+        if dev["key"] in facts["pending"]:
+            problems.append("%s: %s will be changed by a pending change at the next start" % (dev["key"], path))
+    for path, keys in by_path.items():
+        if len(keys) > 1:
+            problems.append("%s all hand over %s: one is enough" % (" and ".join(keys), path))
+    return problems
+
+
+def pve_has_dev(text: str) -> bool | None:
+    """Tell whether the Proxmox VE of an output of ``pveversion`` knows devN (8.2 and later); None if it names none."""
+    match = re.search(r"pve-manager/(\d+)\.(\d+)", text)
+    return None if match is None else (int(match.group(1)), int(match.group(2))) >= (8, 2)
+
+
 def converge(
-    text: str, style: str, wanted: Iterable[Sequence[str]], owned: Iterable[Sequence[str]] = ()
+    text: str,
+    style: str,
+    wanted: Iterable[Sequence[str]],
+    owned: Iterable[Sequence[str]] = (),
+    devices: Iterable[str] = (),
 ) -> tuple[str, dict[str, Any]]:
     """Return (new text, report): our lines as wanted, every other byte as it was.
 
@@ -253,17 +386,23 @@ def converge(
         style: lxc or pve.
         wanted: (key, value) pairs that the main section must hold, each once.
         owned: (key, value) pairs that we wrote before; those not wanted any more are removed.
+        devices: values of ``dev_value`` that some devN line must stand for (pve only). A line of ours keeps its number,
+            a new one gets the lowest that is free and that no pending change is about to take.
 
     Returns:
         The new text, equal to the old one where nothing is to do, and a dict: ``added``, ``removed``, ``healed``
         (duplicates of ours taken out), each a list of [key, value]; ``owned``: the pairs to record as ours from now
-        on, which are those that we add or had recorded, never one that stood there before us.
+        on, which are those that we add or had recorded, never one that stood there before us; ``covered``: the values
+        of ``devices`` whose path a line of somebody else hands over.
 
     Raises:
         ValueError: for a style or line that is not understood.
     """
     if style not in _PAIR:
         raise ValueError("style is %r; expected lxc or pve" % (style,))
+    device_values = list(dict.fromkeys(devices))
+    if device_values and style != "pve":
+        raise ValueError("devN lines are for pve, not for %s" % style)
     wanted_pairs: list[Pair] = []
     for key, value in wanted:
         pair = (key, " ".join(str(value).split()))
@@ -271,35 +410,44 @@ def converge(
             raise ValueError("%r %r is no line of a %s config" % (key, value, style))
         if pair not in wanted_pairs:
             wanted_pairs.append(pair)
-    owned_pairs = {(key, " ".join(str(value).split())) for key, value in owned}
-    targets = {_mount_target(*pair) for pair in [*wanted_pairs, *owned_pairs]} - {None}
+    owned_pairs = {_normal((key, " ".join(str(value).split()))) for key, value in owned}
 
     lines = _split(text)
     length = _main_length(lines, style)
+    pairs = [_pair(line, style) for line in lines[:length]]
+    devs = [_normal(pair) for pair in pairs if pair and _DEV.match(pair[0])]
+    covered: list[str] = []
+    if style == "pve":
+        avoid = set(parse(text, style)["pending"])
+        ours, covered = _place_devs(devs, device_values, owned_pairs, avoid)
+        wanted_pairs += [(key, value) for key, value in sorted(ours.items(), key=lambda item: int(item[0][3:]))]
+    targets = {_mount_target(*pair) for pair in [*wanted_pairs, *owned_pairs]} - {None}
+    targets |= {dev_options(pair[1])["path"].lstrip("/") for pair in wanted_pairs if _DEV.match(pair[0])}
+    normal_wanted = {_normal(pair): pair for pair in wanted_pairs}
     seen: set[Pair] = set()
     keep: list[str] = []
     removed: list[list[str]] = []
     healed: list[list[str]] = []
-    for line in lines[:length]:
-        found = _pair(line, style)
-        if found is None:
+    for line, found in zip(lines, pairs):  # noqa: B905 (Python 3.8); there are as many pairs as lines of the section
+        normal = None if found is None else _normal(found)
+        if found is None or normal is None:
             keep.append(line)
-        elif found in wanted_pairs:
-            if found in seen:
+        elif normal in normal_wanted:
+            if normal in seen:
                 healed.append(list(found))
             else:
-                seen.add(found)
+                seen.add(normal)
                 keep.append(line)
-        elif found in owned_pairs or _mount_target(*found) in targets:
+        elif normal in owned_pairs or _mount_target(*found) in targets:
             removed.append(list(found))
         else:
             keep.append(line)
-    missing = [pair for pair in wanted_pairs if pair not in seen]
+    missing = [pair for normal, pair in normal_wanted.items() if normal not in seen]
     added = [list(pair) for pair in missing]
     if missing:
         keep = _insert(keep, [_render(pair, style, _newline(lines)) for pair in missing], _newline(lines))
-    mine = [list(pair) for pair in wanted_pairs if pair in owned_pairs or pair in missing]
-    report = {"added": added, "removed": removed, "healed": healed, "owned": mine}
+    mine = [list(pair) for normal, pair in normal_wanted.items() if normal in owned_pairs or pair in missing]
+    report = {"added": added, "removed": removed, "healed": healed, "owned": mine, "covered": covered}
     return "".join(keep + lines[length:]), report
 
 
