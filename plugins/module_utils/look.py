@@ -6,7 +6,8 @@ from __future__ import annotations
 import re
 from typing import Any, Dict
 
-from . import cpulist, numa, procfs, smi, topo
+from . import cpulist, gpusettings, numa, pci, procfs, smi, topo
+from .text import clean
 
 Facts = Dict[str, Any]
 SCHEMA = 1
@@ -50,6 +51,9 @@ def _driver(raw: Facts, unknown: dict[str, str]) -> Facts:
         result = raw.get("commands", {}).get(name, {})
         named = smi.library_version(result.get("out", "") + "\n" + result.get("err", ""))
         driver["library_version"] = named or driver["library_version"]
+    lying = raw.get("libraries") or []
+    if driver["library_version"] is None and len(lying) > 1:
+        unknown["library"] = "libraries of %s lie side by side" % ", ".join(lying)
     return driver
 
 
@@ -117,8 +121,20 @@ def _gpus(raw: Facts, problems: list[str], unknown: dict[str, str]) -> tuple[lis
                 % (gpu["index"], gpu["numa_node"], cpulist.format(listed))
             )
         if gpu["healthy"] is False and not any(text.startswith("GPU %d:" % gpu["index"]) for text in problems):
-            problems.append("GPU %d: %s" % (gpu["index"], gpu["reason"]))
+            problems.append(smi.remedy(gpu["index"], gpu["reason"]))
     return gpus, links
+
+
+def _traffic(raw: Facts, unknown: dict[str, str]) -> dict[str, str] | None:
+    """Return whether GPUs reach each other directly, {"0-1": "OK"}, or None."""
+    text, reason = _answer(raw, "smi-p2p")
+    if text is not None:
+        try:
+            return pci.parse_p2p(clean(text))
+        except ValueError as error:
+            reason = str(error)
+    unknown["p2p"] = str(reason)
+    return None
 
 
 def _numa(raw: Facts, unknown: dict[str, str]) -> list[Facts]:
@@ -219,8 +235,13 @@ def _guests(raw: Facts, unknown: dict[str, str]) -> list[Facts]:
                 "init_pid": int(pid.group(1)) if pid else None,
                 "cgroup": path,
                 "nodes": facts.get("nodes"),
+                "library_version": (facts.get("libraries") or [None])[0]
+                if len(facts.get("libraries") or []) < 2
+                else None,
             }
         )
+        if len(facts.get("libraries") or []) > 1:
+            unknown["library of guest " + name] = "libraries of %s lie side by side" % ", ".join(facts["libraries"])
     return rows
 
 
@@ -247,9 +268,30 @@ def _node_problems(nodes: list[Facts], majors: dict[str, int | None]) -> list[st
     return problems
 
 
-def _driver_problems(raw: Facts, driver: Facts, gpus: list[Facts], unknown: dict[str, str]) -> list[str]:
+def not_loaded(release: str | None, kernels: list[str] | None) -> str:
+    """Return why the driver may not be loaded, and what to do."""
+    if kernels is None or not release or release in kernels:
+        return "the nvidia driver is not loaded: run recover, which loads it"
+    others = "there is one for %s; " % ", ".join(kernels) if kernels else ""
+    return (
+        "the nvidia driver is not loaded and kernel %s has no module of it (DKMS did not build one): %ssee 'dkms "
+        "status', install this kernel's headers and run 'dkms autoinstall -k %s'%s"
+        % (release, others, release, ", or boot the other kernel" if kernels else "")
+    )
+
+
+def _driver_problems(
+    raw: Facts, driver: Facts, gpus: list[Facts], guests: list[Facts], unknown: dict[str, str]
+) -> list[str]:
     problems = []
     module, library = driver["module_version"], driver["library_version"]
+    for guest in guests:
+        theirs = guest["library_version"]
+        if module and theirs and theirs != module:
+            problems.append(
+                "guest %s has the driver's libraries %s, the kernel module is %s: install the same in the guest, "
+                "without a kernel module" % (guest["name"], theirs, module)
+            )
     if module and library and module != library:
         problems.append(
             "the kernel module is %s, the host's library %s: reboot or install the same" % (module, library)
@@ -259,7 +301,7 @@ def _driver_problems(raw: Facts, driver: Facts, gpus: list[Facts], unknown: dict
     if driver["flavor"] == "proprietary" and (silent or not gpus) and firmware:
         problems.append(
             "nvidia-smi finds no GPU under the proprietary kernel module although the driver lists %d: "
-            "Blackwell cards need the open kernel module" % len(firmware)
+            "Blackwell cards need the open kernel module; install it (nvidia-open) and reboot" % len(firmware)
         )
     return problems
 
@@ -268,8 +310,9 @@ def assemble(raw: Facts, simulated: bool = False) -> Facts:
     """Return the look, schema 1, of what ``probe.gather`` or a capture holds. Pure.
 
     Returns:
-        dict with schema, simulated, driver, majors, nodes, gpus, links, numa, processes, units, guests, mounts, kernel,
-        problems (texts) and unknown ({probe: reason}). A fact that could not be read is None.
+        dict with schema, simulated, driver, majors, nodes, gpus, links, p2p, pci, numa, processes, units, guests,
+        mounts, kernel, problems and notes (texts), and unknown ({probe: reason}). A fact that could not be read is
+        None.
     """
     problems: list[str] = []
     unknown: dict[str, str] = {}
@@ -285,14 +328,29 @@ def assemble(raw: Facts, simulated: bool = False) -> Facts:
         except ValueError as error:
             unknown["majors"] = str(error)
     driver = _driver(raw, unknown)
+    release = (raw["files"].get("/proc/sys/kernel/osrelease") or "").strip() or None
     gpus, links = _gpus(raw, problems, unknown)
     if "majors" not in unknown:
         if majors["nvidia"] is None:
-            problems.insert(0, "the nvidia driver is not loaded")
+            problems.insert(0, not_loaded(release, raw.get("module_kernels")))
         elif majors["nvidia-uvm"] is None:
             problems.insert(0, "nvidia-uvm is not loaded: CUDA cannot start; run nvidia-modprobe -u -c 0")
     problems += _node_problems(raw.get("nodes", []), majors)
-    problems += _driver_problems(raw, driver, gpus, unknown)
+    guests = _guests(raw, unknown)
+    problems += _driver_problems(raw, driver, gpus, guests, unknown)
+    p2p = _traffic(raw, unknown)
+    notes: list[str] = []
+    record = gpusettings.parse_record(raw["files"].get(gpusettings.RECORD))
+    for gpu in gpus:
+        gpu["clock_lock_mhz"], why = gpusettings.lock_of(gpu, record)
+        notes += [why] if why else []
+        if gpu["mig"]:
+            notes.append(
+                "GPU %d is in MIG mode: no profile is placed on it; 'nvidia-smi -i %d -mig 0' and a reset give it back"
+                % (gpu["index"], gpu["index"])
+            )
+    around = pci.facts(raw, gpus, unknown)
+    notes += pci.notes(around, p2p, gpus)
     rows = _numa(raw, unknown)
     placed = [gpu["index"] for gpu in gpus if gpu["numa_node"] is None and not gpu["numa_nodes"]]
     if placed:
@@ -311,16 +369,19 @@ def assemble(raw: Facts, simulated: bool = False) -> Facts:
         "nodes": raw.get("nodes", []),
         "gpus": gpus,
         "links": links,
+        "p2p": p2p,
+        "pci": around,
         "numa": rows,
         "processes": processes,
         "units": _units(raw, processes),
-        "guests": _guests(raw, unknown),
+        "guests": guests,
         "mounts": raw.get("mounts", {}),
         "kernel": {
-            "release": (raw["files"].get("/proc/sys/kernel/osrelease") or "").strip() or None,
+            "release": release,
             "cmdline": (raw["files"].get("/proc/cmdline") or "").strip() or None,
         },
         "problems": problems,
+        "notes": notes,
         "unknown": unknown,
         "seconds": raw.get("seconds"),
     }

@@ -19,12 +19,14 @@ import tempfile
 import time
 from typing import Any, Iterable, Sequence
 
-from . import smi
+from . import gpusettings, pci, smi
 
 GPU_FIELDS = (
-    "index,uuid,pci.bus_id,name,memory.total,memory.used,temperature.gpu,mig.mode.current,driver_version",
     "index,uuid,pci.bus_id,name,memory.total,memory.used",
+    "temperature.gpu,mig.mode.current,driver_version,gpu_recovery_action,persistence_mode,power.limit,"
+    "power.default_limit,power.min_limit,power.max_limit,clocks.sm,clocks.max.sm",
 )
+"""Fields that every driver knows, and fields that some do not: one unknown field fails the whole query."""
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 _MPOL_DEFAULT, _MPOL_BIND = 0, 2
 _LARGEST = 1 << 20
@@ -204,21 +206,119 @@ def _guest_configs() -> dict[str, dict[str, str]]:
     return found
 
 
-def _libraries() -> str | None:
+def library_versions(root: str = "") -> list[str]:
+    """Return the versions of the NVIDIA user-space libraries below a root: the one in use, or all that lie there.
+
+    Only names are read. A folder that is an absolute link is left out: below a guest's root it would lead out of it.
+    """
+    lying: set[str] = set()
     for folder in _LIBRARIES:
-        for path in sorted(glob.glob(folder + "/libnvidia-ml.so.*")) + sorted(glob.glob(folder + "/libcuda.so.*")):
-            match = re.search(r"\.so\.(\d+\.\d+(?:\.\d+)*)$", path)
+        parts = folder.strip("/").split("/")
+        above = [root + "/" + "/".join(parts[: n + 1]) for n in range(len(parts))]
+        if root and any(os.path.islink(path) and os.readlink(path).startswith("/") for path in above):
+            continue
+        try:
+            names = os.listdir(root + folder)
+        except OSError:
+            continue
+        for name in names:
+            match = re.match(r"^lib(?:nvidia-ml|cuda)\.so\.(\d+\.\d+(?:\.\d+)*)$", name)
             if match:
-                return match.group(1)
-    return None
+                lying.add(match.group(1))
+            elif name in ("libnvidia-ml.so.1", "libcuda.so.1"):
+                try:
+                    target = os.readlink(root + folder + "/" + name)
+                except OSError:
+                    continue
+                match = re.search(r"\.so\.(\d+\.\d+(?:\.\d+)*)$", target)
+                if match:
+                    return [match.group(1)]
+    return sorted(lying)
+
+
+def module_kernels() -> list[str]:
+    """Return the kernels for which a module of the NVIDIA driver is installed here."""
+    found = []
+    for path in glob.glob("/lib/modules/*/modules.dep"):
+        try:
+            with open(path, "rb") as stream:
+                if re.search(rb"(?m)^\S*/nvidia\.ko", stream.read(16 * _LARGEST)):
+                    found.append(path.split("/")[3])
+        except OSError:
+            continue
+    return sorted(found)
+
+
+def guarded_texts(paths: Sequence[str], timeout_s: float) -> tuple[dict[str, str], str | None]:
+    """Return ({path: text}, reason) of files whose reading a stuck driver may hold up: another process reads them."""
+    if not paths:
+        return {}, None
+    result = run_all({"tail": ["tail", "-v", "-n", "+1", *paths]}, timeout_s)["tail"]
+    texts: dict[str, str] = {}
+    for part in re.split(r"(?m)^==> (?=/)", result["out"])[1:]:
+        path, _, text = part.partition(" <==\n")
+        texts[path] = text[:-1] if text.endswith("\n\n") else text
+    if "did not answer" in (result["reason"] or ""):
+        return texts, "the driver's files in /proc did not answer within %g s" % timeout_s
+    for path in paths:
+        text = read_text(path) if path not in texts else None
+        if text is not None:
+            texts[path] = text
+    return texts, None
+
+
+def _bridges(device: str) -> list[str]:
+    """Return the PCI bridges above a device, the nearest first; empty where sysfs does not show the tree."""
+    parts = os.path.realpath(device).split("/")[:-1]
+    return [part for part in reversed(parts) if re.match(r"^[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$", part)]
+
+
+def pci_facts(buses: Iterable[str], root: str = "") -> dict[str, Any]:
+    """Return the IOMMU groups of the GPUs and the access control of the bridges above them, as sysfs has them."""
+    groups = root + "/sys/kernel/iommu_groups"
+    told: dict[str, Any] = {"iommu": None, "iommu_reason": None, "gpus": {}, "bridges": {}, "bridges_reason": None}
+    try:
+        told["iommu"] = bool(os.listdir(groups))
+    except OSError as error:
+        told["iommu_reason"] = "/sys/kernel/iommu_groups: %s" % (error.strerror or error)
+    for bus in sorted(buses):
+        device = root + "/sys/bus/pci/devices/" + bus
+        group = None
+        try:
+            group = os.path.basename(os.readlink(device + "/iommu_group"))
+        except OSError:
+            pass
+        kind = read_text("%s/%s/type" % (groups, group)) if group else None
+        told["gpus"][bus] = {"group": group, "type": kind.strip() if kind else None}
+        for bridge in _bridges(device):
+            if bridge in told["bridges"]:
+                continue
+            try:
+                with open(root + "/sys/bus/pci/devices/" + bridge + "/config", "rb") as stream:
+                    control, reason = pci.acs_control(stream.read(4096))
+            except OSError as error:
+                control, reason = None, error.strerror or str(error)
+            told["bridges"][bridge] = {"control": control, "reason": reason}
+    return told
 
 
 def _gpu_query(results: dict[str, dict[str, Any]], timeout_s: float) -> None:
-    """Ask again with the fields that every driver knows where one of the wished fields is not valid."""
-    first = results["smi-gpus"]
-    text = first["out"] + first["err"]
-    if first["rc"] not in (0, None) and "not a valid field" in text:
-        argv = ["nvidia-smi", "--query-gpu=" + GPU_FIELDS[1], "--format=csv"]
+    """Ask again without each field that this driver does not know, and at last with those that every driver knows."""
+    fields = ",".join(GPU_FIELDS).split(",")
+    deadline = time.monotonic() + timeout_s
+    while True:
+        result = results["smi-gpus"]
+        text = result["out"] + result["err"]
+        if result["rc"] in (0, None) or "not a valid field" not in text:
+            return
+        named = re.search(r'Field "([^"]+)" is not a valid field', text)
+        if named and named.group(1) in fields and time.monotonic() < deadline:
+            fields.remove(named.group(1))
+        elif fields != GPU_FIELDS[0].split(","):
+            fields = GPU_FIELDS[0].split(",")
+        else:
+            return
+        argv = ["nvidia-smi", "--query-gpu=" + ",".join(fields), "--format=csv"]
         results["smi-gpus"] = run_all({"smi-gpus": argv}, timeout_s)["smi-gpus"]
 
 
@@ -241,26 +341,37 @@ def gather(timeout_s: float = 5.0, guests: Sequence[str] | None = None) -> dict[
 
     configs = {name: c for name, c in _guest_configs().items() if guests is None or name in guests}
     commands = {
-        "smi-gpus": ["nvidia-smi", "--query-gpu=" + GPU_FIELDS[0], "--format=csv"],
+        "smi-gpus": ["nvidia-smi", "--query-gpu=" + ",".join(GPU_FIELDS), "--format=csv"],
         "smi-apps": ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,process_name,used_memory", "--format=csv"],
         "smi-topo": ["nvidia-smi", "topo", "-m"],
+        "smi-p2p": ["nvidia-smi", "topo", "-p2p", "r"],
     }
     for name in configs:
         commands["guest:" + name] = ["lxc-info", "-n", name, "-s", "-p"]
     results = run_all(commands, timeout_s)
     _gpu_query(results, timeout_s)
 
-    for path in ("/proc/devices", "/proc/driver/nvidia/version", "/proc/cmdline", "/proc/sys/kernel/osrelease"):
+    for path in ("/proc/devices", "/proc/cmdline", "/proc/sys/kernel/osrelease"):
         keep(path)
+    if os.path.exists(gpusettings.RECORD):
+        keep(gpusettings.RECORD)
     informations = sorted(glob.glob("/proc/driver/nvidia/gpus/*/information"))
     buses = {os.path.basename(os.path.dirname(path)).lower() for path in informations}
-    for path in informations:
-        keep(path)
+    version = "/proc/driver/nvidia/version"
+    if os.path.exists(version):
+        texts, reason = guarded_texts([version, *informations], timeout_s)
+        files.update(texts)
+        failed.update(
+            (path, reason or "%s: not readable" % path) for path in (version, *informations) if path not in texts
+        )
+    else:
+        failed[version] = "%s: No such file or directory" % version
     try:
         gpus, _ = smi.gpus_of_csv(smi.parse_csv(results["smi-gpus"]["out"]))
         buses.update(gpu["bus_id"] for gpu in gpus if gpu["bus_id"])
     except ValueError:
         pass
+    loaded = re.search(r"(?m)^\s*\d+ nvidia(?:ctl|-frontend)?\s*$", files.get("/proc/devices", ""))
     for bus in sorted(buses):
         keep("/sys/bus/pci/devices/%s/numa_node" % bus)
     node_folders = sorted(glob.glob("/sys/devices/system/node/node[0-9]*"))
@@ -290,13 +401,15 @@ def gather(timeout_s: float = 5.0, guests: Sequence[str] | None = None) -> dict[
     for name, config in configs.items():
         keep(config["config"])
         pid = re.search(r"^PID:\s*(\d+)", results["guest:" + name]["out"], re.M)
-        row = dict(config, cgroup=None, nodes=None)
+        row = dict(config, cgroup=None, nodes=None, libraries=None)
         if pid:
             row["cgroup"] = read_text("/proc/%s/cgroup" % pid.group(1))
             if os.path.isdir("/proc/%s/root/dev" % pid.group(1)):
                 row["nodes"] = nodes_below("/proc/%s/root" % pid.group(1))
+                row["libraries"] = library_versions("/proc/%s/root" % pid.group(1))
         guest_rows[name] = row
     mounts = read_text("/proc/mounts")
+    libraries = library_versions()
     return {
         "schema": 1,
         "files": files,
@@ -307,7 +420,10 @@ def gather(timeout_s: float = 5.0, guests: Sequence[str] | None = None) -> dict[
         "units": _units(),
         "guests": guest_rows,
         "mounts": _tmpfs(mounts),
-        "library_version": _libraries(),
+        "library_version": libraries[0] if len(libraries) == 1 else None,
+        "libraries": libraries,
+        "pci": pci_facts(buses),
+        "module_kernels": None if loaded else module_kernels(),
         "failed": failed,
         "seconds": round(time.monotonic() - began, 3),
     }

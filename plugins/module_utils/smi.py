@@ -27,6 +27,7 @@ _LIST = re.compile(r"^GPU (\d+): (.*?)\s*\(UUID: (GPU-[0-9A-Za-z-]+)\)\s*$")
 _MIG = re.compile(r"^\s+MIG (.*?)\s+Device\s+(\d+):\s*\(UUID: (MIG-[^)]+)\)")
 _Q_GPU = re.compile(r"^GPU ([0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7])\s*$")
 _Q_LINE = re.compile(r"^(\s*)(\S.*?)\s*(?::\s?(.*))?$")
+_POWER = ("GPU Power Readings/", "Power Readings/")
 _COLUMN = re.compile(r"^[a-z][a-z0-9_.]*(?: \[[^\]]+\])?$")
 
 
@@ -65,6 +66,38 @@ def number(cell: str | None) -> int | None:
     return int(text) if text and re.match(r"^\d+$", text) else None
 
 
+def watts(cell: str | None) -> float | None:
+    """Return a power cell in watts (``600.00 W``, ``600,00 W`` or, without units, ``600.00``), or None."""
+    match = re.match(r"^(\d+(?:[.,]\d+)?)\s*W?$", value(cell) or "")
+    return float(match.group(1).replace(",", ".")) if match else None
+
+
+def mhz(cell: str | None) -> int | None:
+    """Return a clock cell in MHz (``2430 MHz`` or, without units, ``2430``), or None."""
+    match = re.match(r"^(\d+)\s*(?:MHz)?$", value(cell) or "")
+    return int(match.group(1)) if match else None
+
+
+def switched(cell: str | None) -> bool | None:
+    """Return True for Enabled, False for Disabled, None for anything else."""
+    return {"enabled": True, "on": True, "disabled": False, "off": False}.get((value(cell) or "").lower())
+
+
+def remedy(index: int | None, reason: str) -> str:
+    """Return what is wrong with a sick GPU and what to do, in one line."""
+    which = "?" if index is None else str(index)
+    words = reason.lower()
+    if "lost" in words or "fallen off" in words or "reboot" in words:
+        what = "see dmesg for Xid and reboot the host"
+    elif "drain" in words and "reset" not in words:
+        what = "stop every process on the GPUs and start them again"
+    elif "reset" in words:
+        what = "stop what runs on it, then nvidia-smi --gpu-reset -i %s, or reboot the host" % which
+    else:
+        what = "see dmesg for Xid; reset the GPU or reboot the host"
+    return "GPU %s: %s: %s" % (which, reason, what)
+
+
 def gpu(
     index: int | None = None,
     bus: str | None = None,
@@ -90,6 +123,13 @@ def gpu(
         "healthy": healthy,
         "reason": reason,
         "mig": mig,
+        "persistence": None,
+        "power_limit_w": None,
+        "power_default_w": None,
+        "power_min_w": None,
+        "power_max_w": None,
+        "clock_sm_mhz": None,
+        "clock_max_mhz": None,
     }
 
 
@@ -146,24 +186,44 @@ def gpus_of_csv(parsed: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]
     gpus, problems = [], list(parsed["problems"])
     for row in parsed["rows"]:
         sick = next((cell for cell in row.values() if _SICK.search(cell)), None)
+        action = value(row.get("gpu_recovery_action"))
+        if not sick and action and action.lower() != "none":
+            sick = "recovery action: %s" % action
         alive = [row[c] for c in ("temperature.gpu", "utilization.gpu") if c in row]
-        healthy = False if sick else (True if any(number(re.sub(r"\s*%$", "", a)) is not None for a in alive) else None)
+        healthy = (
+            False
+            if sick
+            else (
+                True
+                if (action or "").lower() == "none" or any(number(re.sub(r"\s*%$", "", a)) is not None for a in alive)
+                else None
+            )
+        )
         mig = value(row.get("mig.mode.current"))
         index = number(row.get("index"))
         reason = sick.strip("[] ") if sick else None
-        if sick:
-            problems.append("GPU %s: %s" % ("?" if index is None else index, reason))
+        if reason:
+            problems.append(remedy(index, reason))
         gpus.append(
-            gpu(
-                index=index,
-                bus=bus_id(value(row.get("pci.bus_id") or row.get("gpu_bus_id"))),
-                uuid=value(row.get("uuid") or row.get("gpu_uuid")),
-                name=value(row.get("name") or row.get("gpu_name")),
-                total=mib(row.get("memory.total")),
-                used=mib(row.get("memory.used")),
-                healthy=healthy,
-                reason=reason,
-                mig=None if mig is None else mig.lower() == "enabled",
+            dict(
+                gpu(
+                    index=index,
+                    bus=bus_id(value(row.get("pci.bus_id") or row.get("gpu_bus_id"))),
+                    uuid=value(row.get("uuid") or row.get("gpu_uuid")),
+                    name=value(row.get("name") or row.get("gpu_name")),
+                    total=mib(row.get("memory.total")),
+                    used=mib(row.get("memory.used")),
+                    healthy=healthy,
+                    reason=reason,
+                    mig=None if mig is None else mig.lower() == "enabled",
+                ),
+                persistence=switched(row.get("persistence_mode")),
+                power_limit_w=watts(row.get("power.limit")),
+                power_default_w=watts(row.get("power.default_limit")),
+                power_min_w=watts(row.get("power.min_limit")),
+                power_max_w=watts(row.get("power.max_limit")),
+                clock_sm_mhz=mhz(row.get("clocks.current.sm") or row.get("clocks.sm")),
+                clock_max_mhz=mhz(row.get("clocks.max.sm")),
             )
         )
     return gpus, problems
@@ -198,7 +258,8 @@ def _q_gpu(bus: str, facts: dict[str, str], index: int) -> dict[str, Any]:
         sick = "recovery action: %s" % action
     healthy = False if sick else (True if action == "None" else None)
     mig = value(facts.get("MIG Mode/Current"))
-    return gpu(
+    power = next((section for section in _POWER if any(key.startswith(section) for key in facts)), _POWER[0])
+    row = gpu(
         index=index,
         bus=bus_id(facts.get("PCI/Bus Id") or bus),
         minor=number(facts.get("Minor Number")),
@@ -210,6 +271,16 @@ def _q_gpu(bus: str, facts: dict[str, str], index: int) -> dict[str, Any]:
         reason=sick.strip("[] ") if sick else None,
         mig=None if mig is None else mig.lower() == "enabled",
     )
+    row.update(
+        persistence=switched(facts.get("Persistence Mode")),
+        power_limit_w=watts(facts.get(power + "Current Power Limit") or facts.get(power + "Power Limit")),
+        power_default_w=watts(facts.get(power + "Default Power Limit")),
+        power_min_w=watts(facts.get(power + "Min Power Limit")),
+        power_max_w=watts(facts.get(power + "Max Power Limit")),
+        clock_sm_mhz=mhz(facts.get("Clocks/SM")),
+        clock_max_mhz=mhz(facts.get("Max Clocks/SM")),
+    )
+    return row
 
 
 def parse_q(text: str) -> dict[str, Any]:
@@ -243,7 +314,7 @@ def parse_q(text: str) -> dict[str, Any]:
         else:
             facts.setdefault("/".join([word for _, word in path] + [key]), cell.strip())
     gpus = [_q_gpu(bus, facts, index) for index, (bus, facts) in enumerate(found)]
-    problems = ["GPU %d: %s" % (item["index"], item["reason"]) for item in gpus if item["reason"]]
+    problems = [remedy(item["index"], item["reason"]) for item in gpus if item["reason"]]
     attached = number(top.get("Attached GPUs"))
     if attached is not None and attached != len(gpus):
         problems.append("%d GPUs are attached, the text holds %d" % (attached, len(gpus)))

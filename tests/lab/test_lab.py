@@ -94,6 +94,7 @@ def test_the_box_answers_as_recorded(lab: Lab, samples: Path) -> None:
         return [line for line in lines if not re.match(r"    Processes +: None", line)]
 
     recorded = (samples / "smi/01_q_rtxpro6000_8gpu_minor_ne_index_excerpt.txt").read_text()
+    lab.host("nvidia-smi -pm 1", check=True)  # as it was when this was recorded
     assert told(lab.host("nvidia-smi -q", check=True).stdout) == told(recorded)
     assert lab.host("nvidia-smi -L", check=True).stdout.splitlines()[7] == (
         "GPU 7: NVIDIA RTX PRO 6000 Blackwell Server Edition (UUID: GPU-56d53c23-9ee5-68ed-1272-67429de58e29)"

@@ -16,6 +16,8 @@ from specrig.ops import capture
 
 CGROUP = "0::/lxc.payload.gpu/system.slice/system-specrig\\x2dsglang.slice/specrig-sglang@tp4.service\n"
 
+P2P = " \tGPU0\tGPU1\tGPU2\n GPU0\tX\tOK\tOK\n GPU1\tOK\tX\tOK\n GPU2\tOK\tOK\tX\n\nLegend:\n\n  X    = Self\n"
+
 
 def answer(text: str, rc: int = 0, reason: str | None = None) -> dict:
     return {"argv": ["nvidia-smi"], "rc": rc, "out": text, "err": "", "reason": reason}
@@ -61,6 +63,7 @@ def raw(samples: Path) -> dict:
             "smi-gpus": answer(csv),
             "smi-topo": answer((samples / "topo" / "01_rtxpro6000_8gpu_2numa_ansi_tabs.txt").read_text()),
             "smi-apps": answer(apps),
+            "smi-p2p": answer(P2P),
             "guest:gpu": answer("State:          RUNNING\nPID:            812\n"),
         },
         "nodes": [
@@ -74,6 +77,11 @@ def raw(samples: Path) -> dict:
         },
         "mounts": {"/srv/specrig/ram": {"fstype": "tmpfs", "size_bytes": 10, "used_bytes": 5, "options": "rw"}},
         "library_version": "595.58.03",
+        "pci": {
+            "iommu": True,
+            "gpus": {row[2][4:].lower(): {"group": "7", "type": "identity"} for row in rows},
+            "bridges": {"0000:00:01.1": {"control": 0, "reason": None}},
+        },
         "failed": {},
         "seconds": 0.1,
     }
@@ -103,9 +111,11 @@ def test_the_recorded_box(raw):
         "init_pid": 812,
         "cgroup": "/lxc.payload.gpu/init.scope",
         "nodes": None,
+        "library_version": None,
     }
     assert facts["unknown"] == {"memory policy of node 1": "Invalid argument"}
     assert facts["problems"] == []
+    assert facts["notes"] == []
 
 
 def test_processes_are_mapped_to_gpu_guest_unit_and_profile(raw):

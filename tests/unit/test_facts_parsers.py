@@ -132,7 +132,9 @@ def test_smi_csv_requires_reset_is_not_zero_memory(samples: Path):
     gpus, problems = smi.gpus_of_csv(smi.parse_csv((samples / "smi" / "06_csv_gpu_requires_reset.csv").read_text()))
     assert gpus[0]["healthy"] is False
     assert gpus[0]["memory_used_mib"] is None
-    assert problems == ["GPU 0: GPU requires reset"]
+    assert problems == [
+        "GPU 0: GPU requires reset: stop what runs on it, then nvidia-smi --gpu-reset -i 0, or reboot the host"
+    ]
 
 
 def test_smi_csv_na_is_unknown(samples: Path):

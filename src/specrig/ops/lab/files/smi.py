@@ -2,6 +2,7 @@
 """The lab's ``nvidia-smi``: answers as the recorded box does, and lists the processes that hold a GPU node open.
 
 A process is on the GPU whose node (195:minor) one of its descriptors refers to, whatever it was told to use.
+Persistence, power limits and clock locks can be set; like a real driver's they are lost when the host stops.
 Standard library only.
 """
 
@@ -20,7 +21,21 @@ from typing import Any
 DATA = Path("/usr/local/libexec/specrig-lab")
 NVIDIA_MAJOR = 195
 PROC_DRIVER = Path("/proc/driver/nvidia")
+SETTINGS = Path("/run/specrig-lab/smi-settings.json")
+POWER_W = (600.0, 300.0, 600.0)
+"""The simulated cards' default, least and most power limit."""
+CLOCK_MHZ = (180, 3090)
+"""What their SM clock is when idle, and at most."""
 MEMORY_SHARE = 0.88
+LONG = {
+    "--id": "-i",
+    "--list-gpus": "-L",
+    "--query": "-q",
+    "--persistence-mode": "-pm",
+    "--power-limit": "-pl",
+    "--lock-gpu-clocks": "-lgc",
+    "--reset-gpu-clocks": "-rgc",
+}
 NO_DRIVER = (
     "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. Make sure that the latest NVIDIA "
     "driver is installed and running.\n"
@@ -69,6 +84,7 @@ def look(box: dict[str, Any]) -> list[Gpu]:
     """The GPUs that this machine or guest may open, each with its processes and its memory in use."""
     gpus: list[Gpu] = []
     alive = processes()
+    kept = settings()
     total, reserved = box["memory_total_mib"], box["memory_reserved_mib"]
     for gpu in box["gpus"]:
         if not (PROC_DRIVER / "gpus" / gpu["bus_id"]).is_dir() or not usable(f"/dev/nvidia{gpu['minor']}"):
@@ -87,9 +103,59 @@ def look(box: dict[str, Any]) -> list[Gpu]:
                 "used": each * len(mine),
                 "free": total - reserved + 1 - each * len(mine),
                 "processes": [(pid, title, each) for pid, title in mine],
+                "persistence": "Enabled" if own(kept, gpu).get("persistence") else "Disabled",
+                "power": own(kept, gpu).get("power", POWER_W[0]),
+                "clock": max(CLOCK_MHZ[0], own(kept, gpu).get("clocks", [0])[0]),
             }
         )
     return gpus
+
+
+def settings() -> dict[str, dict[str, Any]]:
+    """What was set since the host came up, by UUID."""
+    try:
+        kept: dict[str, dict[str, Any]] = json.loads(SETTINGS.read_text())
+    except (OSError, ValueError):
+        return {}
+    return kept
+
+
+def own(kept: dict[str, dict[str, Any]], gpu: Gpu) -> dict[str, Any]:
+    """The settings of one GPU."""
+    return kept.get(gpu["uuid"], {})
+
+
+def change(gpus: list[Gpu], option: str, value: str) -> int:
+    """Do what -pm, -pl, -lgc and -rgc do, and say what the real program says."""
+    if not SETTINGS.parent.is_dir() or os.geteuid() != 0:
+        print("Unable to set the value: Insufficient Permissions\nTerminating early due to previous errors.")
+        return 4
+    kept = settings()
+    for gpu in gpus:
+        mine = kept.setdefault(gpu["uuid"], {})
+        if option == "-pm":
+            mine["persistence"] = value in ("1", "ENABLED")
+            print(f"{'Enabled' if mine['persistence'] else 'Disabled'} persistence mode for GPU {gpu['bus']}.")
+        elif option == "-pl":
+            least, most = POWER_W[1:]
+            if not least <= float(value) <= most:
+                print(
+                    f"Provided power limit {float(value):.2f} W is not a valid power limit which should be between "
+                    f"{least:.2f} W and {most:.2f} W for GPU {gpu['bus']}\nTerminating early due to previous errors."
+                )
+                return 2
+            before, mine["power"] = mine.get("power", POWER_W[0]), float(value)
+            print(f"Power limit for GPU {gpu['bus']} was set to {float(value):.2f} W from {before:.2f} W.")
+        elif option == "-lgc":
+            low, _, high = value.partition(",")
+            mine["clocks"] = [int(low), int(high or low)]
+            print(f'GPU clocks set to "(gpuClkMin {low}, gpuClkMax {high or low})" for GPU {gpu["bus"]}')
+        else:
+            mine.pop("clocks", None)
+            print(f"All GPU clocks reset to default for GPU {gpu['bus']}")
+    SETTINGS.write_text(json.dumps(kept))
+    print("All done.")
+    return 0
 
 
 Field = tuple[str, str, Callable[[Gpu], Any]]
@@ -107,7 +173,16 @@ def gpu_fields(box: dict[str, Any], count: int) -> dict[str, Field]:
         "uuid": ("uuid", "", lambda g: g["uuid"]),
         "serial": ("serial", "", lambda g: g["serial"]),
         "pci.bus_id": ("pci.bus_id", "", lambda g: g["bus"]),
-        "persistence_mode": ("persistence_mode", "", lambda _: "Enabled"),
+        "persistence_mode": ("persistence_mode", "", lambda g: g["persistence"]),
+        "temperature.gpu": ("temperature.gpu", "", lambda g: 41 if g["processes"] else 29),
+        "gpu_recovery_action": ("gpu_recovery_action", "", lambda _: "None"),
+        "power.limit": ("power.limit", "W", lambda g: f"{g['power']:.2f}"),
+        "power.default_limit": ("power.default_limit", "W", lambda _: f"{POWER_W[0]:.2f}"),
+        "power.min_limit": ("power.min_limit", "W", lambda _: f"{POWER_W[1]:.2f}"),
+        "power.max_limit": ("power.max_limit", "W", lambda _: f"{POWER_W[2]:.2f}"),
+        "enforced.power.limit": ("enforced.power.limit", "W", lambda g: f"{g['power']:.2f}"),
+        "clocks.current.sm": ("clocks.current.sm", "MHz", lambda g: g["clock"]),
+        "clocks.max.sm": ("clocks.max.sm", "MHz", lambda _: CLOCK_MHZ[1]),
         "mig.mode.current": ("mig.mode.current", "", lambda _: "Disabled"),
         "mig.mode.pending": ("mig.mode.pending", "", lambda _: "Disabled"),
         "compute_mode": ("compute_mode", "", lambda _: "Default"),
@@ -118,12 +193,12 @@ def gpu_fields(box: dict[str, Any], count: int) -> dict[str, Field]:
         "memory.free": ("memory.free", "MiB", lambda g: g["free"]),
     }
     unknown = {
-        "": ["vbios_version", "pstate", "temperature.gpu", "display_active", "display_mode", "addressing_mode",
+        "": ["vbios_version", "pstate", "display_active", "display_mode", "addressing_mode",
              "ecc.mode.current", "pcie.link.gen.current", "pcie.link.gen.max", "pcie.link.width.current",
-             "pcie.link.width.max", "ecc.errors.uncorrected.volatile.total", "gpu_recovery_action"],
+             "pcie.link.width.max", "ecc.errors.uncorrected.volatile.total"],
         "%": ["utilization.gpu", "utilization.memory", "fan.speed"],
-        "W": ["power.draw", "power.limit", "power.draw.average", "power.draw.instant", "enforced.power.limit"],
-        "MHz": ["clocks.sm", "clocks.mem", "clocks.gr", "clocks.max.sm", "clocks.max.mem", "clocks.current.sm"],
+        "W": ["power.draw", "power.draw.average", "power.draw.instant"],
+        "MHz": ["clocks.mem", "clocks.gr", "clocks.max.mem"],
     }  # fmt: skip
     for unit, names in unknown.items():
         for name in names:
@@ -133,6 +208,7 @@ def gpu_fields(box: dict[str, Any], count: int) -> dict[str, Field]:
         "gpu_uuid": "uuid",
         "gpu_serial": "serial",
         "gpu_bus_id": "pci.bus_id",
+        "clocks.sm": "clocks.current.sm",
     }.items():
         fields[alias] = fields[name]
     return fields
@@ -186,7 +262,8 @@ def full(box: dict[str, Any], gpus: list[Gpu]) -> str:
     text += line(0, "Driver Version", box["driver_version"]) + line(0, "CUDA Version", box["cuda_version"])
     text += "\n" + line(0, "Attached GPUs", len(gpus))
     for gpu in gpus:
-        text += f"GPU {gpu['bus']}\n" + line(1, "Product Name", gpu["name"]) + line(1, "Persistence Mode", "Enabled")
+        text += f"GPU {gpu['bus']}\n" + line(1, "Product Name", gpu["name"])
+        text += line(1, "Persistence Mode", gpu["persistence"])
         text += "    MIG Mode\n" + line(2, "Current", "Disabled") + line(2, "Pending", "Disabled")
         text += line(1, "Serial Number", gpu["serial"]) + line(1, "GPU UUID", gpu["uuid"])
         text += line(1, "Minor Number", gpu["minor"]) + line(1, "GPU Recovery Action", "None")
@@ -215,18 +292,27 @@ def main() -> int:
     if not usable("/dev/nvidiactl"):
         sys.stdout.write("Failed to initialize NVML: Unknown Error\n")
         return 255
+    if words == ["topo", "-m"]:
+        sys.stdout.write((DATA / "topo.txt").read_text())
+        return 0
     gpus = look(box)
     if not gpus:
         sys.stdout.write("No devices were found\n")
         return 6
+    if words[:2] == ["topo", "-p2p"] and words[2:] in (["r"], ["w"]):
+        names = [f"GPU{gpu['index']}" for gpu in gpus]
+        print(" \t" + "\t".join(names))
+        for name in names:
+            print(f" {name}\t" + "\t".join("X" if other == name else "OK" for other in names))
+        print("\nLegend:\n\n  X    = Self\n  OK   = Status Ok\n  CNS  = Chipset not supported")
+        return 0
     options: dict[str, str] = {}
     while words:
         word, _, value = words.pop(0).partition("=")
-        if word in ("-i", "--id", "-pm", "--persistence-mode") and not value and words:
+        word = LONG.get(word, word)
+        if word in ("-i", "-pm", "-pl", "-lgc") and not value and words:
             value = words.pop(0)
-        options[{"--id": "-i", "--list-gpus": "-L", "--query": "-q", "--persistence-mode": "-pm"}.get(word, word)] = (
-            value
-        )
+        options[word] = value
     if "-i" in options:
         wanted = {name.strip().lower() for name in options["-i"].split(",")}
         gpus = [g for g in gpus if wanted & {str(g["index"]), g["uuid"].lower(), g["bus"].lower(), g["bus_id"]}]
@@ -241,13 +327,11 @@ def main() -> int:
         return table(options["--query-compute-apps"], APP_FIELDS, rows, shape)
     if set(options) <= {"-q", "-i"} and "-q" in options:
         sys.stdout.write(full(box, gpus))
-    elif set(options) == {"topo", "-m"}:
-        sys.stdout.write((DATA / "topo.txt").read_text())
     elif set(options) <= {"-L", "-i"} and "-L" in options:
         for gpu in gpus:
             print(f"GPU {gpu['index']}: {gpu['name']} (UUID: {gpu['uuid']})")
-    elif "-pm" in options:
-        print("All done.")
+    elif setters := [word for word in ("-pm", "-pl", "-lgc", "-rgc") if word in options]:
+        return change(gpus, setters[0], options[setters[0]])
     elif set(options) <= {"-i"}:
         version = box["driver_version"]
         print(f"NVIDIA-SMI {version}   Driver Version: {version}   CUDA Version: {box['cuda_version']}")
