@@ -420,7 +420,7 @@ def _cell_lines(rows):
     states = [row.get("state", row.get("outcome")) for row in rows]
     if not rows:
         return []
-    counts = ", ".join("{0} {1}".format(states.count(state), state) for state in sorted(set(states), key=str))
+    counts = ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states), key=str))
     return [counts, *(_cell_line(row) for row, state in zip(rows, states, strict=True) if state != "done")]
 
 

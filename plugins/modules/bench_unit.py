@@ -159,7 +159,11 @@ def finished_cells(folder, launch):
 def told(rows):
     """The rows as the journal and the summary take them."""
     names = ("cell", "launch", "profile", "workload", "state", "reason", "requests", "ok", "wall_s")
-    return [dict({name: row.get(name) for name in names}, outcome="ok" if row.get("state") == "done" else row.get("state")) for row in rows]
+    outcomes = {"done": "ok"}
+    return [
+        dict({name: row.get(name) for name in names}, outcome=outcomes.get(row.get("state"), row.get("state")))
+        for row in rows
+    ]
 
 
 def untold_launches(folder):
@@ -244,8 +248,8 @@ def run_to_end(module):
     }
     if not ended:
         module.fail_json(
-            msg="{0} still ran after {1} s; it goes on in the guest: wait for it with the same command, or stop it with "
-            "specrig runs abort {2}".format(unit, parameters["timeout_s"], parameters["run"]),
+            msg="{0} still ran after {1} s; it goes on in the guest: wait for it with the same command, or stop it "
+            "with specrig runs abort {2}".format(unit, parameters["timeout_s"], parameters["run"]),
             **result,
         )
     if status not in (0, 1):
