@@ -13,6 +13,7 @@ SPEC = {
     "serving": {"type": "dict", "required": True},
     "profiles": {"type": "dict", "required": True},
     "take_over": {"type": "bool", "default": False},
+    "guest": {"type": "str"},
     "guest_gpus": {"type": "list", "elements": "int"},
     "confirm_above_s": {"type": "int", "default": 0},
 }
@@ -35,6 +36,7 @@ class ActionModule(ActionBase):
             arguments["profiles"],
             arguments["take_over"],
             arguments["guest_gpus"],
+            arguments["guest"],
         )
         lines = benchmark.describe(plan, decision)
         report = {"notes": lines, "plan": [dict(plan, placements=decision["placements"], refused=decision["refused"])]}

@@ -4,18 +4,30 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 
 from ansible.errors import AnsibleFilterError
 
 _TRANSPORT = ("ansible_host", "ansible_port", "ansible_user", "ansible_password", "ansible_connection")
 
 
-def local_inventory(text, host):
+def _in_order(value, like):
+    """Return a value with the keys of its mappings in the order that they have in a like value."""
+    if isinstance(value, dict) and isinstance(like, Mapping):
+        places = {key: place for place, key in enumerate(like)}
+        keys = sorted(value, key=lambda key: places.get(key, len(places)))
+        return {key: _in_order(value[key], like.get(key)) for key in keys}
+    return value
+
+
+def local_inventory(text, host, declared=None):
     """Return the inventory of one host and its guests, reached from that host itself.
 
     Args:
         text: what ``ansible-inventory --list`` printed.
         host: the host's inventory name.
+        declared: the hostvars of the play. ansible-inventory sorts all keys, but the order in which profiles are
+            declared decides where they are placed: it is taken from here.
 
     How the controller reached them (addresses, users, keys) is left out; every other variable stays as it is written.
     """
@@ -34,8 +46,11 @@ def local_inventory(text, host):
 
     def kept(name):
         values = hostvars.get(name, {})
+        like = _raw(declared, name)
         return {
-            key: values[key] for key in sorted(values) if key not in _TRANSPORT and not key.startswith("ansible_ssh_")
+            key: _in_order(values[key], like.get(key))
+            for key in sorted(values)
+            if key not in _TRANSPORT and not key.startswith("ansible_ssh_")
         }
 
     return {
@@ -48,6 +63,13 @@ def local_inventory(text, host):
             }
         }
     }
+
+
+def _raw(declared, name):
+    """Return a host's variables as they are written, without evaluating what else is in them."""
+    if declared is None or name not in declared:
+        return {}
+    return declared.raw_get(name) if hasattr(declared, "raw_get") else declared[name]
 
 
 def file_text(path):

@@ -8,11 +8,24 @@ from ansible.errors import AnsibleFilterError
 from ..module_utils import dialects, placement
 
 
-def plan_placement(look, profiles, reserved=(), take_over=False, guest_gpus=None):
+def plan_placement(look, profiles, reserved=(), take_over=False, guest_gpus=None, guest=None):
     """Place all profiles on the host that was looked at; see ``placement.plan``."""
     if not isinstance(look, dict) or not isinstance(profiles, dict):
         raise AnsibleFilterError("plan_placement: expected the look of host_look and a mapping of profiles")
-    return placement.plan(look, dict(profiles), tuple(reserved), bool(take_over), guest_gpus)
+    return placement.plan(look, dict(profiles), tuple(reserved), bool(take_over), guest_gpus or None, guest)
+
+
+def guest_gpus(look, guest, nodes=None, given=None):
+    """Host indices of the GPUs that a guest has, or None where that is not known; see ``placement.guest_gpus``."""
+    return placement.guest_gpus(look or {}, guest, nodes or None, given or None)
+
+
+def guest_nodes(nodes, look, given=None):
+    """The nodes that belong in a guest that is given these GPUs; see ``placement.nodes_for_guest``."""
+    try:
+        return placement.nodes_for_guest(nodes, look or {}, given)
+    except ValueError as error:
+        raise AnsibleFilterError(str(error)) from error
 
 
 def engine_command(profile, model_path, host="127.0.0.1", overrides=None):
@@ -31,15 +44,17 @@ def resolve_method(profile, overrides=None):
         raise AnsibleFilterError(str(error)) from error
 
 
-def verify_placement(planned_profile, look, profile_name):
+def verify_placement(planned_profile, look, profile_name, guest=None):
     """Return the placement gate's row; see ``placement.verify``."""
-    return placement.verify(planned_profile, look, profile_name)
+    return placement.verify(planned_profile, look, profile_name, guest)
 
 
 class FilterModule:
     def filters(self):
         return {
             "plan_placement": plan_placement,
+            "guest_gpus": guest_gpus,
+            "guest_nodes": guest_nodes,
             "engine_command": engine_command,
             "resolve_method": resolve_method,
             "verify_placement": verify_placement,

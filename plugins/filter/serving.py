@@ -24,7 +24,7 @@ def smoke_cases(profiles, names, settings):
         raise AnsibleFilterError(str(error)) from error
 
 
-def placement_rows(names, plan, look):
+def placement_rows(names, plan, look, guest=None):
     """The placement gate's rows of these profiles, from the host's view."""
     planned = plan.get("profiles") or {}
     rows = []
@@ -32,7 +32,7 @@ def placement_rows(names, plan, look):
         if name in (plan.get("refused") or {}):
             rows.append(serving.refused_row(name, plan["refused"][name].removeprefix(name + ": ")))
         else:
-            row = placement.verify(planned.get(name), look, name)
+            row = placement.verify(planned.get(name), look, name, guest)
             # The row's subject says the name already.
             rows.append(dict(row, message=row["message"].removeprefix(name + ": ")))
     return rows

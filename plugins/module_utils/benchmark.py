@@ -27,7 +27,7 @@ def unit_name(run, launch):
     return "%s-%d.service" % (unit_stem(run), int(launch))
 
 
-def decide(plan, look, serving, profiles, take_over=False, guest_gpus=None):
+def decide(plan, look, serving, profiles, take_over=False, guest_gpus=None, guest=None):
     """Decide whether and where the launches of a plan can run.
 
     Args:
@@ -37,6 +37,7 @@ def decide(plan, look, serving, profiles, take_over=False, guest_gpus=None):
         profiles: the profile table.
         take_over: production profiles may be stopped.
         guest_gpus: host indices of the GPUs that the guest has; None means all.
+        guest: the guest's name; processes of another guest are foreign whatever their profile's name.
 
     Returns:
         dict: ``refused`` (one line each; empty when it can run), ``placements`` (profile to its row of
@@ -53,8 +54,8 @@ def decide(plan, look, serving, profiles, take_over=False, guest_gpus=None):
             refused.append(
                 "another benchmark is running in the guest (%s); wait for it, or stop it with specrig runs abort" % unit
             )
-    beside = placement.plan(look, profiles, (), False, guest_gpus)
-    instead = placement.plan(look, profiles, (), True, guest_gpus)
+    beside = placement.plan(look, profiles, (), False, guest_gpus, guest)
+    instead = placement.plan(look, profiles, (), True, guest_gpus, guest)
     placements = {}
     stop = set()
     for name in plan["profiles"]:

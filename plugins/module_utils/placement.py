@@ -9,6 +9,7 @@ host sees on its GPUs. Neither ever makes up a NUMA node: where the host does no
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any, Dict, Iterable, Sequence, Tuple
 
 from . import cpulist
@@ -18,7 +19,9 @@ Links = Dict[Tuple[int, int], str]
 _LINK_COST = {"PIX": 10, "PXB": 20, "PHB": 30, "NODE": 40, "SYS": 50, "SOC": 50}
 _UNKNOWN_LINK = 50
 _MOST_GROUPS = 20000
+_MOST_TRIALS = 5000
 _IDLE_MIB = 1024
+_GPU_NODE = re.compile(r"^/dev/nvidia\d+$")
 
 
 def ids(numbers: Iterable[int | None]) -> str:
@@ -66,7 +69,12 @@ def _bus_order(gpu: Facts) -> tuple[bool, str, int]:
     return (gpu.get("bus_id") is None, gpu.get("bus_id") or "", gpu["index"])
 
 
-def _unusable(look: Facts, profiles: Facts) -> dict[int, str]:
+def _is_ours(process: Facts, guest: str | None) -> bool:
+    """Tell whether a profile's process is one of this guest; another guest's profile may have the same name."""
+    return guest is None or process.get("guest") in (None, str(guest))
+
+
+def _unusable(look: Facts, profiles: Facts, guest: str | None = None) -> dict[int, str]:
     """Return {gpu index: why it must not be used}."""
     reasons = {}
     by_gpu: dict[int | None, list[Facts]] = {}
@@ -78,8 +86,8 @@ def _unusable(look: Facts, profiles: Facts) -> dict[int, str]:
     for gpu in look.get("gpus") or []:
         index = gpu["index"]
         here = by_gpu.get(index, [])
-        ours = [p for p in here if p.get("profile") in profiles]
-        foreign = [p for p in here if p.get("profile") not in profiles]
+        ours = [p for p in here if p.get("profile") in profiles and _is_ours(p, guest)]
+        foreign = [p for p in here if p not in ours]
         if gpu.get("healthy") is False:
             reasons[index] = "GPU %d is unhealthy (%s)" % (index, gpu.get("reason") or "no reason given")
         elif gpu.get("mig"):
@@ -131,6 +139,88 @@ def _whole(value: Any, least: int = 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
+def _by_node(free: Iterable[int], nodes: dict[int, int | None]) -> tuple[dict[int, list[int]], list[int]]:
+    """Return ({node: its free GPUs}, free GPUs of an unknown node)."""
+    known: dict[int, list[int]] = {}
+    unknown = []
+    for index in sorted(free):
+        node = nodes[index]
+        if node is None:
+            unknown.append(index)
+        else:
+            known.setdefault(node, []).append(index)
+    return known, unknown
+
+
+def _options(
+    tp: int,
+    numa: str,
+    nodes: dict[int, int | None],
+    free: set[int],
+    links: Links,
+    disturbed: dict[int | None, int],
+) -> list[list[int]]:
+    """Return the groups that a profile with ``gpus: auto`` may get, the best one first; empty where none is right."""
+    known, unknown = _by_node(free, nodes)
+    fits = [node for node, members in known.items() if len(members) >= tp]
+    fits.sort(key=lambda node: (disturbed.get(node, 0), len(known[node]), node))
+    options = [_closest(known[node], tp, links) for node in fits]
+    if tp == 1:
+        options += [unknown[:1]] if unknown else []
+    elif numa == "span" and len(free) >= tp:
+        crossing = _closest(free, tp, links)
+        options += [crossing] if crossing not in options else []
+    return options
+
+
+def _arrange(
+    wanted: list[tuple[str, int, str]], nodes: dict[int, int | None], free: set[int], links: Links
+) -> dict[str, list[int]] | None:
+    """Place all of several profiles (name, tp, numa) at once, or return None where that cannot be done.
+
+    A depth-first search over the nodes, in the order in which each profile alone would choose them.
+    """
+    seen: set[tuple[int, frozenset[int]]] = set()
+
+    def place(at: int, left: frozenset[int]) -> dict[str, list[int]] | None:
+        if at == len(wanted):
+            return {}
+        if (at, left) in seen or len(seen) >= _MOST_TRIALS:
+            return None
+        seen.add((at, left))
+        name, tp, numa = wanted[at]
+        for group in _options(tp, numa, nodes, set(left), links, {}):
+            rest = place(at + 1, left - frozenset(group))
+            if rest is not None:
+                return {name: group, **rest}
+        return None
+
+    return place(0, frozenset(free))
+
+
+def _sharing(name: str, profiles: dict[str, Any]) -> tuple[list[str], str | None]:
+    """Return (the profiles whose GPUs this one may get too, None) or ([], one line)."""
+    value = profiles[name].get("shared_with")
+    others = [value] if isinstance(value, str) else value
+    if others is None or others == []:
+        return [], None
+    if not isinstance(others, (list, tuple)) or not all(isinstance(other, str) for other in others):
+        return [], "%s: shared_with is %r; expected the name of a profile, or a list of names" % (name, value)
+    for other in others:
+        if other == name or other not in profiles:
+            return [], "%s: shared_with names %s, expected another profile of sglang_server_profiles (%s)" % (
+                name,
+                other,
+                ", ".join(known for known in profiles if known != name) or "there is none",
+            )
+        if not (isinstance(profiles[other], dict) and profiles[other].get("serve")):
+            return [], (
+                "%s: shared_with names %s, which has serve: false and runs alone; name a profile with serve: true, "
+                "or leave shared_with out" % (name, other)
+            )
+    return list(others), None
+
+
 def _choose(
     name: str,
     profile: Facts,
@@ -152,14 +242,10 @@ def _choose(
     wanted = "auto" if wanted is None else wanted
     if wanted != "auto":
         return _explicit(name, wanted, tp, numa, gpus, nodes, free, why_not)
-    known: dict[int | None, list[int]] = {}
-    for index in free:
-        known.setdefault(nodes[index], []).append(index)
-    unknown = known.pop(None, [])
-    fits = [node for node, members in known.items() if len(members) >= tp]
-    if fits:
-        best = min(fits, key=lambda node: (disturbed.get(node, 0), len(known[node]), node))
-        return _closest(known[best], tp, links), None
+    options = _options(tp, numa, nodes, free, links, disturbed)
+    if options:
+        return options[0], None
+    known, unknown = _by_node(free, nodes)
     avoided = "; ".join(why_not[index] for index in sorted(why_not))
     avoided = " (avoided: %s)" % avoided if avoided else ""
     have = ", ".join("%d on NUMA node %s" % (len(members), node) for node, members in sorted(known.items()))
@@ -175,10 +261,6 @@ def _choose(
             ": " + have if free else "",
             avoided,
         )
-    if tp == 1:
-        return sorted(unknown)[:1], None
-    if numa == "span":
-        return _closest(free, tp, links), None
     if unknown:
         return None, (
             "%s needs %d GPUs of one NUMA node, but the host does not know the node of %s: free are %s%s; "
@@ -309,14 +391,16 @@ def plan(
     reserved: Iterable[int] = (),
     take_over: bool = False,
     guest_gpus: Sequence[int] | None = None,
+    guest: str | None = None,
 ) -> Facts:
     """Place every profile, or say in one line why not.
 
     Profiles with ``serve: true`` come first, in the order in which they are declared, GPUs named explicitly before
-    ``gpus: auto``; no GPU is given to two of them. The others (benchmarks) are placed one at a time against what is
-    left, since only one of them runs at a time, on the node where the fewest GPUs serve. ``gpus: auto`` takes the node
-    with the fewest free suitable GPUs that still holds the group, and there the closest links. A group crosses nodes
-    only with ``numa: span``.
+    ``gpus: auto``; no GPU is given to two of them, but for ``shared_with``, which places a profile on GPUs of the
+    profiles that it names. Where one after the other leaves one out, all of them are arranged together if that can be
+    done. The others (benchmarks) are placed one at a time against what is left, since only one of them runs at a time,
+    on the node where the fewest GPUs serve. ``gpus: auto`` takes the node with the fewest free suitable GPUs that still
+    holds the group, and there the closest links. A group crosses nodes only with ``numa: span``.
 
     CPUs: each GPU of a node owns an equal slice of the node's cores and the load client one more, so that the CPUs of
     a profile do not change when another profile is added. With fewer cores than that, the profiles at hand and the
@@ -324,20 +408,21 @@ def plan(
 
     Args:
         look: facts of the host (host_look).
-        profiles: mapping of name to profile (tp, gpus, numa, serve), in declared order.
+        profiles: mapping of name to profile (tp, gpus, numa, serve, shared_with), in declared order.
         reserved: GPU indices to leave alone.
         take_over: place the benchmark profiles as if no ``serve`` profile were running.
-        guest_gpus: host indices of the GPUs that the guest has; None means all.
+        guest_gpus: host indices of the GPUs that the guest has (see ``guest_gpus``); None means all.
+        guest: the guest that the profiles are of; processes of another guest are foreign whatever their profile's name.
 
     Returns:
         dict: ``profiles`` (name to gpus, bus_ids, minors, guest_gpus as the guest counts, numa_nodes, cpus,
-        memory_nodes, numa, memory_policy, cpus_shared; cpus is None where the node is unknown), ``refused`` (name to
-        one line), ``client_cpus`` (list text, None where no CPU is known), ``notes``.
+        memory_nodes, numa, memory_policy, cpus_shared, shared_with; cpus is None where the node is unknown),
+        ``refused`` (name to one line), ``client_cpus`` (list text, None where no CPU is known), ``notes``.
     """
     gpus = {gpu["index"]: gpu for gpu in look.get("gpus") or []}
     nodes = {index: gpu_node(gpu, look) for index, gpu in gpus.items()}
     links = _links(look)
-    why_not = _unusable(look, profiles)
+    why_not = _unusable(look, profiles, guest)
     for index in reserved:
         why_not.setdefault(index, "GPU %d is reserved" % index)
     if guest_gpus is not None:
@@ -347,7 +432,7 @@ def plan(
     usable = set(gpus) - set(why_not)
     refused: dict[str, str] = {}
     groups: dict[str, list[int]] = {}
-    taken: dict[int, str] = {}
+    taken: dict[int, list[str]] = {}
     nothing = (look.get("unknown") or {}).get("gpus")
 
     def attempt(name: str, free: set[int], reasons: dict[int, str], disturbed: dict[int | None, int]) -> None:
@@ -361,20 +446,27 @@ def plan(
                 " (%s)" % nothing if nothing else "",
             )
             return
-        group, line = _choose(name, profile, gpus, nodes, free, reasons, links, disturbed)
-        if group is not None:
-            groups[name] = group
-        elif line is not None:
+        others, line = _sharing(name, profiles)
+        if line is None and others:
+            free, line = _shareable(name, profile, others, groups, taken, free)
+        if line is None:
+            group, line = _choose(name, profile, gpus, nodes, free, reasons, links, disturbed)
+            if group is not None:
+                groups[name] = group
+        if line is not None:
             refused[name] = line
 
     serving = [name for name, profile in profiles.items() if isinstance(profile, dict) and profile.get("serve")]
-    serving.sort(key=lambda name: profiles[name].get("gpus", "auto") in ("auto", None))
+    serving.sort(key=lambda name: (bool(profiles[name].get("shared_with")), _is_auto(profiles[name])))
     for name in serving:
         reasons = dict(why_not)
-        reasons.update({i: "GPU %d is planned for %s" % (i, owner) for i, owner in taken.items()})
+        reasons.update({i: "GPU %d is planned for %s" % (i, " and ".join(names)) for i, names in taken.items()})
         attempt(name, usable - set(taken), reasons, {})
-        taken.update(dict.fromkeys(groups.get(name, ()), name))
-    blocked = {} if take_over else {i: "GPU %d serves %s" % (i, owner) for i, owner in taken.items()}
+        for index in groups.get(name, ()):
+            taken.setdefault(index, []).append(name)
+        if name == _last_alone(serving, profiles):
+            _together(serving, profiles, nodes, usable, links, groups, refused, taken)
+    blocked = {} if take_over else {i: "GPU %d serves %s" % (i, " and ".join(names)) for i, names in taken.items()}
     disturbed: dict[int | None, int] = {}
     for index in blocked:
         disturbed[nodes[index]] = disturbed.get(nodes[index], 0) + 1
@@ -383,6 +475,12 @@ def plan(
             attempt(name, usable - set(blocked), {**why_not, **blocked}, disturbed)
 
     planned, client, notes = _with_cpus(look, nodes, groups, serving, take_over)
+    unbound = [name for name in groups if planned[name]["cpus"] is None]
+    if unbound and client:
+        notes.append(
+            "%s: the NUMA node of its GPUs is not known, so no CPUs are its own; the load client may run on the same"
+            % ", ".join(unbound)
+        )
     visible = sorted(gpus.values(), key=_bus_order)
     if guest_gpus is not None:
         visible = [gpu for gpu in visible if gpu["index"] in guest_gpus]
@@ -393,7 +491,12 @@ def plan(
         distinct = sorted({node for node in there if node is not None})
         answers = {policy.get(node) for node in distinct} or {None}
         row = planned[name]
+        together = [other for other in profiles if other in serving and other != name]
+        together = [other for other in together if set(groups.get(other, ())) & set(group)]
+        together = together if name in serving or profiles[name].get("shared_with") else []
+        row["cpus_shared"] = row["cpus_shared"] or bool(together)
         row.update(
+            shared_with=together,
             gpus=group,
             bus_ids=[gpus[index].get("bus_id") for index in group],
             minors=[gpus[index].get("minor") for index in group],
@@ -409,6 +512,130 @@ def plan(
         "client_cpus": client,
         "notes": notes,
     }
+
+
+def _is_auto(profile: Facts) -> bool:
+    return profile.get("gpus", "auto") in ("auto", None)
+
+
+def _last_alone(serving: list[str], profiles: dict[str, Any]) -> str | None:
+    """Return the last of the profiles that want GPUs of their own."""
+    alone = [name for name in serving if not profiles[name].get("shared_with")]
+    return alone[-1] if alone else None
+
+
+def _together(
+    serving: list[str],
+    profiles: dict[str, Any],
+    nodes: dict[int, int | None],
+    usable: set[int],
+    links: Links,
+    groups: dict[str, list[int]],
+    refused: dict[str, str],
+    taken: dict[int, list[str]],
+) -> None:
+    """Where one profile after the other left one out, arrange all that have ``gpus: auto`` anew if all of them fit."""
+    movable = [name for name in serving if _is_auto(profiles[name]) and not profiles[name].get("shared_with")]
+    if not [name for name in movable if name in refused]:
+        return
+    wanted = []
+    for name in movable:
+        tp, numa = profiles[name].get("tp"), profiles[name].get("numa") or "local"
+        if not _whole(tp) or numa not in ("local", "span"):
+            return
+        wanted.append((name, tp, numa))
+    fixed = {index for index, names in taken.items() if not set(names) & set(movable)}
+    found = _arrange(wanted, nodes, usable - fixed, links)
+    if found is None:
+        return
+    for index in [index for index in taken if index not in fixed]:
+        del taken[index]
+    for name, group in found.items():
+        groups[name] = group
+        refused.pop(name, None)
+        for index in group:
+            taken.setdefault(index, []).append(name)
+
+
+def _shareable(
+    name: str,
+    profile: Facts,
+    others: list[str],
+    groups: dict[str, list[int]],
+    taken: dict[int, list[str]],
+    free: set[int],
+) -> tuple[set[int], str | None]:
+    """Return (GPUs that a profile with ``shared_with`` may get, None) or (set(), one line)."""
+    missing = [other for other in others if other not in groups]
+    if missing:
+        return set(), "%s: shared_with names %s, which got no GPU itself; see why, or leave shared_with out" % (
+            name,
+            " and ".join(missing),
+        )
+    pool = {index for other in others for index in groups[other] if set(taken.get(index, ())) <= set(others)}
+    if not _is_auto(profile):
+        return free | pool, None
+    tp = profile.get("tp")
+    if _whole(tp) and len(pool) < tp:
+        return set(), (
+            "%s: shared_with %s offers %s that nobody else shares, tp is %d; lower tp, or name more profiles"
+            % (name, " and ".join(others), gpus_text(sorted(pool)), tp)
+        )
+    return pool, None
+
+
+def guest_gpus(
+    look: Facts, guest: str, nodes: Iterable[Facts] | None = None, given: Sequence[int] | None = None
+) -> list[int] | None:
+    """Return the host's indices of the GPUs that a guest has, in order, or None where that is not known.
+
+    Args:
+        look: facts of the host (host_look).
+        guest: the guest's name.
+        nodes: the nodes that a role has just put into the guest; without them the ones that the look saw inside count.
+        given: indices that the inventory gives to the guest, where the guest itself tells nothing.
+    """
+    if nodes is None:
+        row = next((row for row in look.get("guests") or [] if str(row.get("name")) == str(guest)), {})
+        nodes = row.get("nodes") or []
+    major = (look.get("majors") or {}).get("nvidia")
+    minors = {
+        node.get("minor")
+        for node in nodes
+        if _GPU_NODE.match(str(node.get("path")))
+        and node.get("kind", "char") == "char"
+        and (major is None or node.get("major") is None or int(node["major"]) == major)
+    }
+    numbers = {int(minor) for minor in minors if minor is not None}
+    found = sorted(gpu["index"] for gpu in look.get("gpus") or [] if gpu.get("minor") in numbers)
+    if found:
+        return found
+    return sorted(given) if given else None
+
+
+def nodes_for_guest(nodes: Iterable[Facts], look: Facts, given: Sequence[int] | None) -> list[Facts]:
+    """Return the nodes that belong in a guest: all of them, or without those of GPUs that it is not given.
+
+    Args:
+        nodes: all NVIDIA nodes of the host (driver_nodes).
+        look: facts of the host, for which node is which GPU.
+        given: host indices of the guest's GPUs; empty means all.
+
+    Raises:
+        ValueError: one line, where an index is none of the host's or its node is not known.
+    """
+    if not given:
+        return list(nodes)
+    minors = {gpu["index"]: gpu.get("minor") for gpu in look.get("gpus") or []}
+    if not all(_whole(index, 0) for index in given):
+        raise ValueError("lxc_guest_gpus is %r; expected a list of GPU indices as the host counts them" % (given,))
+    missing = [index for index in given if minors.get(index) is None]
+    if missing and minors:
+        raise ValueError(
+            "lxc_guest_gpus names %s, the host has %s; correct it" % (gpus_text(missing), gpus_text(minors))
+        )
+    wanted = {minors.get(index) for index in given}
+    return [node for node in nodes if not _GPU_NODE.match(str(node.get("path"))) or int(node["minor"]) in wanted]
 
 
 def _with_cpus(
@@ -445,22 +672,26 @@ def _with_cpus(
     return result, cpulist.format(client) or None, notes
 
 
-def verify(planned_profile: Facts | None, look: Facts, profile_name: str) -> Facts:
+def verify(planned_profile: Facts | None, look: Facts, profile_name: str, guest: str | None = None) -> Facts:
     """Return the placement gate's row: where the host sees the profile's processes, against the plan.
 
     ``fail`` where a GPU, node or CPU differs from the plan or nothing runs, ``unknown`` where the host cannot tell.
+    Where the guest is named, processes of another guest are somebody else's whatever their profile's name.
     """
+    partners = {profile_name, *((planned_profile or {}).get("shared_with") or [])}
     gpus = {gpu["index"]: gpu for gpu in look.get("gpus") or []}
     expected_gpus = list((planned_profile or {}).get("gpus") or [])
     expected_nodes = list((planned_profile or {}).get("numa_nodes") or [])
-    processes = [p for p in look.get("processes") or [] if p.get("profile") == profile_name]
+    everyone = look.get("processes") or []
+    processes = [p for p in everyone if p.get("profile") == profile_name and _is_ours(p, guest)]
     seen_gpus = sorted({p["gpu_index"] for p in processes if p.get("gpu_index") is not None})
     seen_all = [gpu_node(gpus[i], look) if i in gpus else None for i in seen_gpus]
     seen_nodes = sorted({n for n in seen_all if n is not None}) + ([None] if None in seen_all else [])
     others = sorted(
         p["pid"]
-        for p in look.get("processes") or []
-        if p.get("gpu_index") in expected_gpus and p.get("profile") != profile_name and p.get("pid") is not None
+        for p in everyone
+        if p.get("gpu_index") in expected_gpus and p.get("pid") is not None
+        if p.get("profile") not in partners or not _is_ours(p, guest)
     )
     visible = sorted({p["visible"] for p in processes if p.get("visible")})
     row = {

@@ -30,6 +30,9 @@ options:
     description: Whether production may be stopped.
     type: bool
     default: false
+  guest:
+    description: The guest's name; processes of another guest are foreign whatever their profile's name.
+    type: str
   guest_gpus:
     description: Host indices of the GPUs that the guest has; all of them when left out.
     type: list

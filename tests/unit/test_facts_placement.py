@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import itertools
 from pathlib import Path
 
 import pytest
@@ -171,6 +173,7 @@ def test_unknown_nodes_are_never_made_up():
     assert plan["profiles"]["one"]["cpus"] is None
     assert plan["profiles"]["one"]["memory_nodes"] == []
     assert plan["profiles"]["one"]["memory_policy"] is None
+    assert "one, wide: the NUMA node of its GPUs is not known, so no CPUs are its own" in plan["notes"][0]
     assert plan["profiles"]["wide"]["gpus"] == [0, 1]
     assert plan["profiles"]["wide"]["numa_nodes"] == [None]
     assert "does not know the node of GPUs 0-1" in plan["refused"]["two"]
@@ -212,6 +215,125 @@ def test_the_guest_counts_its_own_gpus():
     assert plan["profiles"]["a"]["gpus"] == [4, 6]
     assert plan["profiles"]["a"]["guest_gpus"] == [1, 2]
     assert gpus_of(placement.plan(host(TARGET), {"a": {"tp": 4}}, reserved=[0])) == {"a": [4, 5, 6, 7]}
+
+
+def test_which_gpus_a_guest_has_is_told_by_its_nodes():
+    facts = host(TARGET, majors={"nvidia": 195})
+    seen = [
+        {"path": "/dev/nvidiactl", "kind": "char", "major": 195, "minor": 255},
+        {"path": "/dev/nvidia6", "kind": "char", "major": 195, "minor": 6},
+        {"path": "/dev/nvidia7", "kind": "char", "major": 195, "minor": 7},
+        {"path": "/dev/nvidia2", "kind": "file", "major": None, "minor": None},
+        {"path": "/dev/nvidia3", "kind": "missing", "major": None, "minor": None},
+        {"path": "/dev/nvidia4", "kind": "char", "major": 240, "minor": 4},
+        {"path": "/dev/nvidia-uvm", "kind": "char", "major": 511, "minor": 0},
+    ]
+    facts["guests"] = [{"name": "gpu", "nodes": seen}, {"name": "stopped", "nodes": None}]
+    # The minor is (index + 2) % 8 in these facts: the number in a node's name is not the index.
+    assert placement.guest_gpus(facts, "gpu") == [4, 5]
+    assert placement.guest_gpus(facts, "stopped") is None
+    assert placement.guest_gpus(facts, "stopped", given=[7, 0]) == [0, 7]
+    assert placement.guest_gpus(facts, "nobody") is None
+    assert placement.guest_gpus(facts, "gpu", nodes=[{"path": "/dev/nvidia1", "major": 195, "minor": 1}]) == [7]
+    plan = placement.plan(facts, {"a": {"tp": 1, "gpus": [5]}, "b": {"tp": 4}}, guest_gpus=[4, 5], guest="gpu")
+    assert plan["profiles"]["a"]["guest_gpus"] == [1]
+    assert "GPU 0 is not given to the guest" in plan["refused"]["b"]
+
+
+def test_a_guest_is_given_the_nodes_of_its_gpus_and_the_common_ones():
+    facts = host(TARGET)
+    names = ["nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", *(f"nvidia{minor}" for minor in range(8))]
+    nodes = [{"path": f"/dev/{name}", "minor": int(name[6:]) if name[6:].isdigit() else 0} for name in names]
+    assert placement.nodes_for_guest(nodes, facts, []) == nodes
+    some = [node["path"] for node in placement.nodes_for_guest(nodes, facts, [0, 7])]
+    assert some == ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia1", "/dev/nvidia2"]
+    with pytest.raises(ValueError, match="lxc_guest_gpus names GPU 9, the host has GPUs 0-7"):
+        placement.nodes_for_guest(nodes, facts, [9])
+    with pytest.raises(ValueError, match="expected a list of GPU indices"):
+        placement.nodes_for_guest(nodes, facts, ["4"])
+
+
+def test_a_profile_of_another_guest_is_foreign_though_its_name_is_the_same():
+    facts = host(TARGET, processes=[rank(31, 0, "chat", guest="second"), rank(32, 1, "agent", guest="first")])
+    profiles = {"chat": {"tp": 1, "serve": True}, "agent": {"tp": 1, "gpus": [1], "serve": True}}
+    plan = placement.plan(facts, profiles, guest="first")
+    assert gpus_of(plan) == {"chat": [2], "agent": [1]}
+    taken = placement.plan(facts, {"chat": {"tp": 1, "gpus": [0]}}, guest="first")
+    assert "GPU 0 is used by pid 31 (sglang::scheduler_TP1) in guest second" in taken["refused"]["chat"]
+    row = placement.verify(plan["profiles"]["chat"], facts, "chat", guest="first")
+    assert row["status"] == "fail"
+    assert "none of its processes is on any GPU" in row["message"]
+
+
+def test_three_and_one():
+    facts = host([0, 0, 0, 1])
+    plan = placement.plan(facts, {"tp1": {"tp": 1}, "tp2": {"tp": 2}, "tp3": {"tp": 3}, "tp4": {"tp": 4}})
+    assert gpus_of(plan) == {"tp1": [3], "tp2": [0, 1], "tp3": [0, 1, 2]}
+    assert "free are 3 on NUMA node 0, 1 on NUMA node 1" in plan["refused"]["tp4"]
+    assert "numa: span" in plan["refused"]["tp4"]
+
+
+def test_profiles_that_fit_only_together_are_arranged_together():
+    # One after the other "one" would take a GPU of node 1 (the fewest that holds it), and "four" would find no node.
+    profiles = {
+        "one": {"tp": 1, "serve": True},
+        "three": {"tp": 3, "serve": True},
+        "four": {"tp": 4, "serve": True},
+    }
+    plan = placement.plan(host(FIVE_THREE), profiles)
+    assert plan["refused"] == {}
+    assert gpus_of(plan) == {"one": [0], "three": [5, 6, 7], "four": [1, 2, 3, 4]}
+    # What cannot be done at all leaves the others where they were.
+    plan = placement.plan(host(FIVE_THREE), {**profiles, "more": {"tp": 1, "serve": True}})
+    assert gpus_of(plan)["one"] == [5]
+    assert "GPU 5 is planned for one" in plan["refused"]["four"]
+
+
+def test_no_gpu_twice_unless_shared_on_purpose():
+    profiles = {
+        "embed": {"tp": 1, "serve": True, "shared_with": "chat"},
+        "chat": {"tp": 2, "serve": True},
+        "rank": {"tp": 2, "serve": True, "shared_with": ["chat", "embed"]},
+        "tp4": {"tp": 4},
+        "beside": {"tp": 2, "shared_with": ["chat", "embed", "rank"]},
+    }
+    plan = placement.plan(host(TARGET), profiles)
+    assert gpus_of(plan) == {"chat": [0, 1], "embed": [0], "rank": [0, 1], "tp4": [4, 5, 6, 7], "beside": [0, 1]}
+    rows = plan["profiles"]
+    assert rows["chat"]["shared_with"] == ["embed", "rank"]
+    assert rows["beside"]["shared_with"] == ["embed", "chat", "rank"]
+    assert rows["tp4"]["shared_with"] == []
+    assert [rows[name]["cpus_shared"] for name in ("chat", "embed", "tp4")] == [True, True, False]
+    # The gate knows a partner from a stranger.
+    processes = [rank(10, 0, "chat"), rank(11, 1, "chat"), rank(12, 0, "embed"), rank(13, 0, None)]
+    message = placement.verify(rows["chat"], host(TARGET, processes=processes), "chat")["message"]
+    assert message.endswith("also on these GPUs: pid 13 of somebody else")
+
+
+@pytest.mark.parametrize(
+    ("profile", "words"),
+    [
+        ({"tp": 1, "shared_with": "gone"}, "shared_with names gone, expected another profile"),
+        ({"tp": 1, "shared_with": "x"}, "shared_with names x, expected another profile"),
+        ({"tp": 1, "shared_with": "bench"}, "names bench, which has serve: false and runs alone"),
+        ({"tp": 1, "shared_with": 3}, "shared_with is 3; expected the name of a profile"),
+        ({"tp": 3, "shared_with": "chat"}, "offers GPUs 0-1 that nobody else shares, tp is 3"),
+        ({"tp": 1, "shared_with": "huge"}, "names huge, which got no GPU itself"),
+        ({"tp": 1, "gpus": [2], "shared_with": "chat"}, "GPU 2 is planned for other"),
+        ({"tp": 1, "gpus": [0]}, None),
+    ],
+)
+def test_sharing_that_cannot_be_is_refused_in_a_line(profile, words):
+    profiles = {
+        "chat": {"tp": 2, "gpus": [0, 1], "serve": True},
+        "other": {"tp": 1, "gpus": [2], "serve": True},
+        "huge": {"tp": 9, "serve": True},
+        "bench": {"tp": 1},
+        "x": {**profile, "serve": True},
+    }
+    line = placement.plan(host(TARGET), profiles)["refused"]["x"]
+    assert (words or "GPU 0 is planned for chat") in line
+    assert "\n" not in line
 
 
 def test_cpus_stay_on_the_node_disjoint_and_do_not_move_when_a_profile_is_added():
@@ -350,26 +472,47 @@ def test_span_runs_across_as_planned():
 
 NODES = st.lists(st.sampled_from([0, 1, 2, None]), min_size=1, max_size=8)
 PROFILE = st.fixed_dictionaries(
-    {"tp": st.integers(1, 5), "numa": st.sampled_from(["local", "span"]), "serve": st.booleans()}
+    {"tp": st.integers(1, 5), "numa": st.sampled_from(["local", "span"]), "serve": st.booleans()},
+    optional={
+        "shared_with": st.lists(st.sampled_from([f"p{i}" for i in range(5)]), min_size=1, max_size=2, unique=True),
+        "gpus": st.lists(st.integers(0, 7), min_size=1, max_size=3, unique=True),
+    },
 )
+INDICES = st.sets(st.integers(0, 7), max_size=3)
 
 
-@given(NODES, st.lists(PROFILE, min_size=1, max_size=5), st.sets(st.integers(0, 7), max_size=3), st.booleans())
-def test_never_crosses_never_invents_never_gives_twice(nodes, rows, sick, take_over):
-    facts = host(nodes, {0: "0-7", 1: "8-15", 2: "16"})
+@given(
+    nodes=NODES,
+    rows=st.lists(PROFILE, min_size=1, max_size=5),
+    sick=INDICES,
+    hidden=INDICES,
+    take_over=st.booleans(),
+    links=st.dictionaries(
+        st.tuples(st.integers(0, 7), st.integers(0, 7)).filter(lambda pair: pair[0] < pair[1]),
+        st.sampled_from(["PIX", "PHB", "NODE", "SYS", "NV4"]),
+        max_size=10,
+    ),
+)
+def test_never_crosses_never_invents_never_gives_twice(nodes, rows, sick, hidden, take_over, links):
+    facts = host(nodes, {0: "0-7", 1: "8-15", 2: "16"}, {f"{a}-{b}": word for (a, b), word in links.items()})
     for index in sick:
         if index < len(nodes):
             facts["gpus"][index]["healthy"] = False
+    has = [index for index in range(len(nodes)) if index not in hidden]
     profiles = {f"p{i}": row for i, row in enumerate(rows)}
-    plan = placement.plan(facts, profiles, take_over=take_over)
-    assert plan == placement.plan(copy.deepcopy(facts), copy.deepcopy(profiles), take_over=take_over)
+    plan = placement.plan(facts, profiles, take_over=take_over, guest_gpus=has)
+    assert plan == placement.plan(copy.deepcopy(facts), copy.deepcopy(profiles), take_over=take_over, guest_gpus=has)
     assert set(plan["profiles"]) | set(plan["refused"]) == set(profiles)
     assert not set(plan["profiles"]) & set(plan["refused"])
-    taken: list[int] = []
+    serving = {name: set(row["gpus"]) for name, row in plan["profiles"].items() if profiles[name]["serve"]}
     for name, row in plan["profiles"].items():
         group = row["gpus"]
         assert len(group) == len(set(group)) == profiles[name]["tp"]
-        assert not set(group) & sick
+        assert not set(group) & (sick | hidden)
+        # As the guest counts: its place among the GPUs that the guest has, in order of bus id.
+        assert [has[place] for place in row["guest_gpus"]] == group
+        if "gpus" in profiles[name]:
+            assert sorted(profiles[name]["gpus"]) == group
         there = {nodes[index] for index in group}
         assert set(row["numa_nodes"]) == there
         if profiles[name]["numa"] == "local" and len(group) > 1:
@@ -379,24 +522,33 @@ def test_never_crosses_never_invents_never_gives_twice(nodes, rows, sick, take_o
         if row["cpus"] is not None:
             allowed = {cpu for n in facts["numa"] if n["node"] in there for cpu in n["cpu_list"]}
             assert set(cpulist.parse(row["cpus"])) <= allowed
+            assert not set(cpulist.parse(row["cpus"])) & set(cpulist.parse(plan["client_cpus"])) or row["cpus_shared"]
         else:
             assert None in there
-        if profiles[name]["serve"]:
-            taken += group
-    assert len(taken) == len(set(taken))
-    if not take_over:
-        for name, row in plan["profiles"].items():
-            if not profiles[name]["serve"]:
-                assert not set(row["gpus"]) & set(taken)
-    unshared = [
-        row
-        for name, row in plan["profiles"].items()
-        if profiles[name]["serve"] and row["cpus"] and not row["cpus_shared"]
-    ]
+        # A GPU has two owners only where one of them said so, by name.
+        for other, gpus in serving.items():
+            if other == name or not gpus & set(group) or (take_over and name not in serving):
+                continue
+            named = [profiles[name].get("shared_with", []), profiles[other].get("shared_with", [])]
+            assert other in named[0] or name in named[1]
+            assert other in row["shared_with"]
+    unshared = [row for name, row in plan["profiles"].items() if name in serving and row["cpus"]]
+    unshared = [row for row in unshared if not row["cpus_shared"]]
     for i, row in enumerate(unshared):
-        mine = set(cpulist.parse(row["cpus"]))
-        assert not mine & set(cpulist.parse(plan["client_cpus"]))
         for other in unshared[i + 1 :]:
-            assert not mine & set(cpulist.parse(other["cpus"]))
+            assert not set(cpulist.parse(row["cpus"])) & set(cpulist.parse(other["cpus"]))
     for line in plan["refused"].values():
         assert "\n" not in line
+
+
+@given(
+    st.lists(st.sampled_from([0, 1, 2]), min_size=1, max_size=8), st.lists(st.integers(1, 4), min_size=1, max_size=4)
+)
+def test_what_can_be_placed_together_is(nodes, sizes):
+    plan = placement.plan(host(nodes), {f"p{i}": {"tp": tp, "serve": True} for i, tp in enumerate(sizes)})
+    room = collections.Counter(nodes)
+    possible = any(
+        all(sum(tp for tp, at in zip(sizes, where, strict=True) if at == node) <= room[node] for node in set(where))
+        for where in itertools.product(sorted(room), repeat=len(sizes))
+    )
+    assert (plan["refused"] == {}) == possible
