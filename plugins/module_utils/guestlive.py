@@ -17,6 +17,8 @@ DYNAMIC_MAJORS = tuple(range(234, 255)) + tuple(range(384, 512))
 PROBED_MINORS = (*range(8), WILD_MINOR)
 # More stale majors than this are no leftovers: the guest is allowed everything.
 LEFTOVER_LIMIT = 32
+# What ids that a guest does not have look like in it.
+NOBODY = 65534
 PERMITTED = (0, errno.ENXIO, errno.ENODEV, errno.EBUSY, errno.EIO)
 
 
@@ -106,10 +108,15 @@ def judge_node(want, seen, user, simulated):
     if wrong:
         return "fail", wrong
     code = seen.get("errno")
-    if code in (errno.EPERM, errno.EACCES):
-        return "fail", "cannot be opened (%s: no device rule allows it)" % errno.errorcode[code]
+    if code == errno.EPERM:
+        return "fail", "cannot be opened (EPERM: no device rule allows it)"
+    if code == errno.EACCES:
+        return "fail", "opens for nobody in the guest but its owner (EACCES, mode %s, owner %s)" % (
+            seen.get("mode"),
+            "nobody, an id that the guest does not have" if seen.get("uid") == NOBODY else seen.get("uid"),
+        )
     if code in (errno.ENXIO, errno.ENODEV) and not simulated:
-        return "fail", "is allowed and has no driver behind it (%s)" % errno.errorcode[code]
+        return "fail", "is allowed and has no driver behind it (%s, see the host's dmesg)" % errno.errorcode[code]
     if code is None or (code not in PERMITTED):
         return "fail", "cannot be opened (%s)" % errno.errorcode.get(code, code)
     mine = seen.get("user_errno")
@@ -120,6 +127,46 @@ def judge_node(want, seen, user, simulated):
             seen.get("mode"),
         )
     return "pass", None
+
+
+def narrow(seen, host_mode):
+    """What is wrong with a node of the guest's own that is narrower than the host's, or None.
+
+    Args:
+        seen: the node in the guest, with ``mode``, ``errno`` and ``user_errno``.
+        host_mode: permission bits of the host's node.
+    """
+    if errno.EACCES not in (seen.get("errno"), seen.get("user_errno")):
+        return None
+    mode = int(seen.get("mode") or "0", 8)
+    return "has mode %04o, the host's has %04o" % (mode, host_mode) if host_mode & ~mode else None
+
+
+def versions(driver, library):
+    """What is wrong with the guest's libraries against the host's kernel module, or None; unknown is not wrong."""
+    if not driver or not library or driver == library:
+        return None
+    return (
+        "NVIDIA libraries are %s, the host's kernel module is %s: install %s in the guest (user space only, without the"
+        " kernel module)" % (library, driver, driver)
+    )
+
+
+def mode_hint(rows, privileged, pve):
+    """What to do about nodes that cannot be opened for their mode or owner, or None.
+
+    Args:
+        rows: the nodes as the guest sees them.
+        privileged: whether the guest's ids are the host's.
+        pve: whether it is a guest of Proxmox VE.
+    """
+    if not any(errno.EACCES in (row.get("errno"), row.get("user_errno")) for row in rows):
+        return None
+    host = 'gpu_host_node_mode "0666" on the host'
+    if privileged:
+        return "set " + host
+    devs = "devN lines with mode=0666 (lxc_guest_pve_dev) or " if pve else ""
+    return "its ids are mapped, so the host's root is nobody in it: use %s%s" % (devs, host)
 
 
 def short(paths):

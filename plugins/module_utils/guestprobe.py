@@ -8,7 +8,7 @@ matters where a stale major now belongs to, say, a watchdog. Nodes that belong i
 from __future__ import annotations
 
 SOURCE = r"""
-import json, os, pwd, stat, sys
+import glob, json, os, pwd, re, stat, sys
 ask = json.loads(sys.argv[1])
 
 def see(path):
@@ -71,6 +71,16 @@ def folder(path):
         return {"path": path, "device": None, "read_only": None}
     return {"path": path, "device": about.st_dev, "inode": about.st_ino, "read_only": bool(room.f_flag & 1)}
 
+def library():
+    places = ("/usr/lib/*-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib", "/usr/lib/*-linux-gnu/nvidia/current")
+    for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
+        for place in places:
+            for path in sorted(glob.glob(place + "/" + name)):
+                found = re.search(r"\.so\.(\d+\.\d+(\.\d+)*)$", os.path.realpath(path))
+                if found:
+                    return found.group(1)
+    return None
+
 nodes = [see(path) for path in ask["nodes"]]
 chars = [row for row in nodes if row["kind"] == "char"]
 for row in chars:
@@ -86,5 +96,5 @@ if entry and chars:
 with open("/proc/self/uid_map") as text:
     identity = text.read().split() == ["0", "0", "4294967295"]
 print(json.dumps({"nodes": nodes, "permitted": rules(ask["rules"]) if ask["rules"] else None,
-                  "folders": [folder(path) for path in ask["folders"]], "privileged": identity}))
+                  "folders": [folder(path) for path in ask["folders"]], "privileged": identity, "library": library()}))
 """

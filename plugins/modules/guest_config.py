@@ -275,15 +275,14 @@ def wanted_folders(module):
 
 def decide_dev(module, kind, recorded):
     """Return (whether devN lines are used, a note or None)."""
-    asked = module.params["dev"]
-    if str(asked).lower() != "auto":
-        try:
-            asked = module.boolean(asked)
-        except TypeError:
-            module.fail_json(msg="dev is %r; set lxc_guest_pve_dev to auto, true or false" % (asked,))
+    asked = {"auto": None, "true": True, "false": False, "yes": True, "no": False}.get(
+        str(module.params["dev"]).lower(), "none of them"
+    )
+    if asked == "none of them":
+        module.fail_json(msg="dev is %r; set lxc_guest_pve_dev to auto, true or false" % (module.params["dev"],))
     if kind != "pve":
         return False, None
-    if isinstance(asked, bool):
+    if asked is not None:
         return asked, None
     said = "pveversion is not installed"
     program = module.get_bin_path("pveversion", opt_dirs=["/usr/bin"])
@@ -412,7 +411,18 @@ def main():
             result = converge(module, name, kind, path, state_path)
     else:
         result = converge(module, name, kind, path, state_path)
-    module.exit_json(**result)
+    module.exit_json(**shown(result))
+
+
+def shown(value):
+    """Return a result with its bytes that are no UTF-8 replaced: JSON takes none."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    if isinstance(value, (list, tuple)):
+        return [shown(item) for item in value]
+    if isinstance(value, dict):
+        return {key: shown(item) for key, item in value.items()}
+    return value
 
 
 if __name__ == "__main__":

@@ -24,6 +24,9 @@ options:
     type: str
     choices: [lxc, pve]
     default: lxc
+  path:
+    description: Path of the guest's configuration, where it is not the usual one.
+    type: path
   nodes:
     description: Nodes that belong in the guest, each with path, major and minor as the host has them.
     type: list
@@ -43,6 +46,9 @@ options:
     type: list
     elements: str
     default: []
+  driver_version:
+    description: Version of the host's kernel module, which the guest's NVIDIA libraries have to have.
+    type: str
   simulated:
     description: Whether the driver behind the nodes is simulated, so that ENXIO is what an open gives.
     type: bool
@@ -92,15 +98,17 @@ seen:
   type: dict
 """
 
+import glob
 import json
 import os
 import re
+import stat
 import time
 
 from ansible.module_utils.basic import AnsibleModule
 
 from ..module_utils import guestconf, guestlive, guestprobe
-from ..module_utils.guestmount import bind_into
+from ..module_utils.guestmount import bind_into, permitted_in, rules_impossible
 
 CONFIG = {"lxc": "/var/lib/lxc/%s/config", "pve": "/etc/pve/lxc/%s.conf"}
 START_TIMEOUT_S = 60
@@ -112,6 +120,7 @@ class Guest:
     def __init__(self, module):
         self.module = module
         self.name, self.kind = module.params["name"], module.params["kind"]
+        self.init_pid = None
 
     def run(self, *argv):
         return self.module.run_command(list(argv))
@@ -124,13 +133,20 @@ class Guest:
         code, out, err = self.run("lxc-info", "-n", self.name, "-s", "-p")
         state = re.search(r"^State:\s*(\S+)", out, re.M)
         pid = re.search(r"^PID:\s*(\d+)", out, re.M)
+        if (code != 0 or not state) and self.kind == "pve":
+            # LXC knows a guest of Proxmox VE only after its first start.
+            code, out, err = self.run("pct", "status", self.name)
+            state = re.search(r"^status:\s*(\S+)", out, re.M)
+            if code == 0 and state:
+                return state.group(1).upper(), None
         if code != 0 or not state:
             said = (err or out).strip().splitlines()
             self.fail(
                 "the host has no guest %r (%s); create it, or correct lxc_guest_name"
                 % (self.name, said[-1] if said else "lxc-info exits %d" % code)
             )
-        return state.group(1), int(pid.group(1)) if pid else None
+        self.init_pid = int(pid.group(1)) if pid else None
+        return state.group(1), self.init_pid
 
     def start(self):
         argv = ["pct", "start", self.name] if self.kind == "pve" else ["lxc-start", "-n", self.name]
@@ -138,8 +154,12 @@ class Guest:
         if code != 0:
             said = " / ".join((err or out).strip().splitlines()[-2:])
             self.fail(
-                "guest %r does not start: %s; 'lxc-start -n %s -F -l INFO -o -' shows why"
-                % (self.name, said, self.name)
+                "guest %r does not start: %s; '%s' shows why"
+                % (
+                    self.name,
+                    said,
+                    ("pct start %s --debug" if self.kind == "pve" else "lxc-start -n %s -F -l INFO -o -") % self.name,
+                )
             )
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
@@ -187,21 +207,56 @@ class Guest:
                 "cannot look from inside guest %r: %s; it needs %s"
                 % (self.name, said[-1] if said else code, params["python"])
             )
-        return json.loads(out)
+        seen = json.loads(out)
+        if rules and seen["permitted"] is None:
+            # No node can be made in there, as in every unprivileged guest: its cgroup is asked from out here.
+            seen["permitted"] = permitted_in(self.init_pid, rules) if self.init_pid else None
+        return seen
 
     def rule(self, verb, text):
         return self.run("lxc-cgroup", "-n", self.name, "devices.%s" % verb, text)
 
 
-def foreign_rules(params):
-    """Values of the config's device rules that name none of the wanted nodes exactly."""
+def config_texts(path, depth=8):
+    """Yields a plain LXC config and what it includes."""
     try:
-        with open(CONFIG[params["kind"]] % params["name"], encoding="utf-8", errors="surrogateescape") as handle:
-            parsed = guestconf.parse(handle.read(), params["kind"])
-    except (OSError, ValueError):
-        return []
+        with open(path, encoding="utf-8", errors="surrogateescape") as handle:
+            text = handle.read()
+    except OSError:
+        return
+    yield text
+    for value in re.findall(r"^\s*lxc\.include\s*[=:]\s*(.*?)\s*$", text, re.M) if depth else []:
+        for found in sorted(glob.glob(value + "/*.conf")) if os.path.isdir(value) else [value]:
+            for more in config_texts(found, depth - 1):
+                yield more
+
+
+def foreign_rules(params):
+    """Values of the device rules in effect, includes and devN lines too, that name none of the wanted nodes exactly."""
     mine = {guestconf.device_rule(row["major"], row["minor"]) for row in params["nodes"]}
-    return [row["text"] for row in parsed["device_rules"] if row["text"] not in mine]
+    rules = []
+    for number, text in enumerate(config_texts(params["path"] or CONFIG[params["kind"]] % params["name"])):
+        try:
+            parsed = guestconf.parse(text, params["kind"] if number == 0 else "lxc")
+        except ValueError:
+            continue
+        rules += [row["text"] for row in parsed["device_rules"]]
+        for dev in parsed["devs"]:
+            try:
+                about = os.stat(dev["path"] or "")
+            except OSError:
+                continue
+            if stat.S_ISCHR(about.st_mode):
+                rules.append(guestconf.device_rule(os.major(about.st_rdev), os.minor(about.st_rdev)))
+    return [text for text in rules if text not in mine]
+
+
+def host_mode(path):
+    """Permission bits of the host's node; None where it is not there."""
+    try:
+        return stat.S_IMODE(os.stat(path).st_mode)
+    except OSError:
+        return None
 
 
 class Live:
@@ -228,7 +283,10 @@ class Live:
         self.bad_nodes = []
         for row, at in self.judged:
             status, wrong = guestlive.judge_node(row, dict(at, errno=0, user_errno=0), params["user"], True)
-            if status == "fail":
+            if status != "fail":
+                mode = host_mode(row["path"])
+                wrong = None if mode is None else guestlive.narrow(at, mode)
+            if wrong:
                 self.bad_nodes.append((row, at, wrong))
         self.bad_folders = []
         for row, at in zip(params["folders"], seen["folders"]):  # noqa: B905 (Python 3.8)
@@ -257,12 +315,23 @@ class Live:
             if status == "fail":
                 wrongs.append((row["path"], wrong))
         lines = guestlive.grouped(wrongs)
+        hint = guestlive.mode_hint(self.seen["nodes"], self.seen["privileged"], self.guest.kind == "pve")
+        lines += [hint] if hint else []
+        if self.denied:
+            hint = rules_impossible()
+            lines += [hint] if hint else []
+        hint = guestlive.versions(params["driver_version"], self.seen.get("library"))
+        lines += [hint] if hint else []
         lines += [
             "major %d still opens and has no business there" % major
             for major in sorted({pair[0] for pair in self.excess})
         ]
         lines += ["%s %s" % (row["target"], wrong) for row, wrong in self.bad_folders]
         return lines
+
+    def curable(self):
+        """Whether starting the guest anew can help: not where the host itself can't have device rules."""
+        return self.work() and not (self.denied and rules_impossible())
 
     def work(self):
         return bool(self.denied or self.excess or self.bad_nodes or self.bad_folders)
@@ -337,10 +406,12 @@ def main():
         argument_spec={
             "name": {"type": "str", "required": True},
             "kind": {"type": "str", "choices": ["lxc", "pve"], "default": "lxc"},
+            "path": {"type": "path"},
             "nodes": {"type": "list", "elements": "dict", "required": True},
             "folders": {"type": "list", "elements": "dict", "default": []},
             "user": {"type": "str", "default": ""},
             "was": {"type": "list", "elements": "str", "default": []},
+            "driver_version": {"type": "str"},
             "simulated": {"type": "bool", "default": False},
             "allow_restart": {"type": "bool", "default": False},
             "stop_timeout_s": {"type": "int", "default": 120},
@@ -394,7 +465,7 @@ def main():
             live.insist()
             seen = guest.look(rules)
             live = Live(guest, seen)
-        if live.work() and params["allow_restart"]:
+        if live.curable() and params["allow_restart"]:
             said["notes"].append("guest %s was restarted: %s" % (guest.name, "; ".join(problems + live.failures())))
             said["changed"].append("guest %s: restarted" % guest.name)
             result["restarted"] = True
@@ -405,9 +476,8 @@ def main():
             live = Live(guest, seen)
         left = problems + live.failures()
         if left:
-            hint = (
-                "" if params["allow_restart"] else "; restart the guest, or set lxc_guest_allow_restart and run again"
-            )
+            hint = "; restart the guest, or set lxc_guest_allow_restart and run again"
+            hint = "" if params["allow_restart"] or not live.curable() else hint
             said["gates"].append(gate(guest.name, "fail", "; ".join(left)))
             module.fail_json(
                 msg="guest %s: %s%s" % (guest.name, "; ".join(left), hint),
@@ -420,7 +490,7 @@ def main():
     if left:
         said["gates"].append(gate(guest.name, "fail", "; ".join(left)))
         module.fail_json(
-            msg="guest %s: %s; see the host's dmesg and the owner of the nodes" % (guest.name, "; ".join(left)),
+            msg="guest %s: %s" % (guest.name, "; ".join(left)),
             init_pid=init_pid,
             seen=summary(seen),
             **result,
@@ -433,7 +503,7 @@ def main():
 
 
 def summary(seen):
-    return {"nodes": seen["nodes"], "folders": seen["folders"], "privileged": seen["privileged"]}
+    return {name: seen.get(name) for name in ("nodes", "folders", "privileged", "library")}
 
 
 def gate(name, status, message):

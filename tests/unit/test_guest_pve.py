@@ -1,0 +1,478 @@
+"""Guest configs of Proxmox VE, as its own rewriting leaves them: devN lines, numbers, locks, any number of rounds."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specrig.facts import explain, guestconf
+
+basic = pytest.importorskip("ansible.module_utils.basic")
+ROOT = Path(__file__).resolve().parents[2]
+STAND_IN = ROOT / "tests" / "stand_ins" / "pve_host.py"
+_spec = importlib.util.spec_from_file_location("pve_host", STAND_IN)
+assert _spec is not None
+assert _spec.loader is not None
+pve_host = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(pve_host)
+
+GPU0, UVM = "/dev/nvidia0,mode=0666", "/dev/nvidia-uvm,mode=0666"
+PAIRS = sorted(path.stem for path in (ROOT / "tests" / "samples" / "pve" / "rewritten").glob("*.before"))
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_stand_in_rewrites_as_proxmox_did(samples, name):
+    folder = samples / "pve" / "rewritten"
+    before, after = (folder / f"{name}.before").read_text(), (folder / f"{name}.after").read_text()
+    assert pve_host.rewrite(before) == after
+    assert pve_host.rewrite(after) == after
+
+
+def test_of_a_repeated_key_the_last_wins_in_the_stand_in():
+    text = "dev0: /dev/a\n# x\ncores: 1\ndev0: /dev/b\nlxc.x = 1\ncores: 2\nno line\n"
+    assert pve_host.rewrite(text) == "# x\ncores: 2\ndev0: /dev/b\nlxc.x: 1\n"
+
+
+# Deciding on devN lines.
+
+
+def test_new_devices_take_the_lowest_free_numbers_and_foreign_ones_stay():
+    before = "arch: amd64\ndev0: /dev/dri/renderD128,gid=104\ndev2: /dev/nvidia0,mode=0666\n"
+    after, report = guestconf.converge(before, "pve", [], (), [GPU0, UVM, "/dev/nvidiactl,mode=0666"])
+    assert after == before + "dev1: /dev/nvidia-uvm,mode=0666\ndev3: /dev/nvidiactl,mode=0666\n"
+    # The operator's own line for nvidia0 does the work and never becomes ours.
+    assert report["covered"] == [GPU0]
+    assert report["owned"] == [["dev1", UVM], ["dev3", "/dev/nvidiactl,mode=0666"]]
+
+
+def test_a_line_of_ours_keeps_its_number_when_its_mode_changes():
+    before = "dev7: /dev/nvidia-uvm,mode=0660\ndev8: /dev/x\n"
+    after, report = guestconf.converge(before, "pve", [], [("dev7", "/dev/nvidia-uvm,mode=0660")], [UVM])
+    assert after == "dev8: /dev/x\ndev7: /dev/nvidia-uvm,mode=0666\n"
+    assert report["removed"] == [["dev7", "/dev/nvidia-uvm,mode=0660"]]
+
+
+def test_a_line_of_ours_that_an_operator_changed_is_the_operators():
+    before = "dev7: /dev/nvidia-uvm,gid=44\n"
+    after, report = guestconf.converge(before, "pve", [], [("dev7", UVM)], [UVM])
+    assert after == before
+    assert (report["owned"], report["covered"]) == ([], [UVM])
+
+
+def test_the_order_of_options_makes_no_other_line():
+    before = "dev0: mode=0666,path=/dev/nvidia-uvm\n"
+    assert guestconf.converge(before, "pve", [], [("dev0", UVM)], [UVM])[0] == before
+    assert guestconf.converge(before, "pve", [], [("dev0", UVM)], [])[0] == ""
+
+
+@pytest.mark.parametrize("order", [0, 1])
+def test_where_ours_and_a_foreign_line_share_a_number_the_foreign_one_gets_it(order):
+    lines = ["dev0: /dev/nvidia-uvm,mode=0666\n", "dev0: /dev/kfd\n"]
+    before = "".join(lines if order == 0 else reversed(lines))
+    after, _ = guestconf.converge(before, "pve", [], [("dev0", UVM)], [UVM])
+    assert after == "dev0: /dev/kfd\ndev1: /dev/nvidia-uvm,mode=0666\n"
+
+
+def test_duplicates_of_ours_are_healed():
+    before = "dev0: /dev/nvidia-uvm,mode=0666\ndev0: /dev/nvidia-uvm,mode=0666\ndev4: /dev/nvidia-uvm,mode=0666\n"
+    after, _ = guestconf.converge(before, "pve", [], [("dev0", UVM), ("dev4", UVM)], [UVM])
+    assert after == "dev0: /dev/nvidia-uvm,mode=0666\n"
+
+
+def test_a_number_that_a_pending_change_is_about_to_take_is_left_free():
+    before = "arch: amd64\n\n[pve:pending]\ndelete: dev1\ndev0: /dev/kfd\n"
+    after, _ = guestconf.converge(before, "pve", [], (), [UVM])
+    assert after == "arch: amd64\ndev2: /dev/nvidia-uvm,mode=0666\n\n[pve:pending]\ndelete: dev1\ndev0: /dev/kfd\n"
+
+
+def test_devices_of_snapshots_are_without_effect_and_untouched():
+    before = "arch: amd64\n\n[old]\ndev0: /dev/nvidia-uvm,mode=0666\n"
+    after, _ = guestconf.converge(before, "pve", [], [("dev0", UVM)], [UVM])
+    assert after == "arch: amd64\ndev0: /dev/nvidia-uvm,mode=0666\n\n[old]\ndev0: /dev/nvidia-uvm,mode=0666\n"
+
+
+def test_rules_and_mounts_of_ours_give_way_to_devices_and_back():
+    nodes = [{"path": "/dev/nvidia-uvm", "major": 511, "minor": 0}]
+    lines = guestconf.node_lines(nodes)
+    first, report = guestconf.converge("arch: amd64\n", "pve", lines)
+    assert first.count("lxc.") == 2
+    second, report = guestconf.converge(first, "pve", [], report["owned"], [UVM])
+    assert second == "arch: amd64\ndev0: /dev/nvidia-uvm,mode=0666\n"
+    assert guestconf.converge(second, "pve", lines, report["owned"])[0] == first
+
+
+def test_more_devices_than_numbers_is_one_line():
+    full = "".join(f"dev{number}: /dev/x{number}\n" for number in range(256))
+    with pytest.raises(ValueError, match="no devN is free for /dev/nvidia-uvm"):
+        guestconf.converge(full, "pve", [], (), [UVM])
+
+
+@pytest.mark.parametrize(
+    ("path", "mode"), [("/dev/a b", "0666"), ("/tmp/x", "0666"), ("/dev/x", "666"), ("/dev/x", "rw")]
+)
+def test_what_proxmox_would_not_take_is_refused(path, mode):
+    with pytest.raises(ValueError, match="expected"):
+        guestconf.dev_value(path, mode)
+
+
+def test_odd_devices_are_explained():
+    text = (
+        "dev0: /dev/nvidia0,gid=44\ndev1: /dev/nvidiactl,mode=0666,deny-write=1\ndev2: /dev/nvidia-uvm,mode=0666\n"
+        "dev3: /dev/nvidia-uvm,mode=0666\n\n[pve:pending]\ndev2: /dev/kfd\n"
+    )
+    assert explain.explain(text)["problems"] == [
+        "dev0: /dev/nvidia0 gets mode 0660 in the guest, for group 44 alone: a service user cannot open it; "
+        "add mode=0666",
+        "dev1: /dev/nvidiactl denies writing, CUDA opens it for writing; drop deny-write=1",
+        "dev2: /dev/nvidia-uvm will be changed by a pending change at the next start",
+        "dev2 and dev3 all hand over /dev/nvidia-uvm: one is enough",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("said", "known"),
+    [
+        ("pve-manager/8.2.4/faa83925c9641325 (running kernel: 6.8.8-2-pve)", True),
+        ("pve-manager/8.1.10/4b06efb5db453f29 (running kernel: 6.5.13-5-pve)", False),
+        ("pve-manager/9.0.3/025864202ebb6109 (running kernel: 6.14.8-2-pve)", True),
+        ("pve-manager/7.4-17/513c62be (running kernel: 5.15.126-1-pve)", False),
+        ("perl: warning: Setting locale failed.", None),
+    ],
+)
+def test_the_version_that_has_devices_is_told(said, known):
+    assert guestconf.pve_has_dev(said) is known
+
+
+# Any config, any number of rounds through Proxmox VE.
+
+WANTED = [("lxc.cgroup2.devices.allow", "c 508:0 rw"), ("lxc.mount.entry", "/srv/ram srv/models none bind,ro 0 0")]
+LINES = st.sampled_from(
+    [
+        "# a comment: with colon",
+        "#lxc.cgroup2.devices.allow: c 508:0 rw",
+        "arch: amd64",
+        "cores: 8",
+        "cores: 4",
+        "dev0: /dev/nvidia0,mode=0666",
+        "dev0: /dev/kfd",
+        "dev1: path=/dev/nvidia-uvm,gid=44",
+        "dev2: /dev/nvidia-uvm,mode=0666",
+        "dev2: /dev/nvidia-uvm,mode=0660",
+        "dev9: /dev/nvidia0,mode=0666",
+        "lxc.cgroup2.devices.allow: c 508:0 rw",
+        "lxc.cgroup2.devices.allow: c 234:* rwm",
+        "lxc.cgroup.devices.allow: c 195:* rwm",
+        "lxc.mount.entry: /x srv/models none bind 0 0",
+        "lxc.prlimit.memlock: unlimited",
+        "mp0: /tank,mp=/srv/models",
+        "[snap]",
+        "[pve:pending]",
+        "delete: dev0",
+        "",
+    ]
+)
+OWNED = st.lists(
+    st.sampled_from([("dev0", GPU0), ("dev2", UVM), ("dev9", GPU0), ("dev2", "/dev/nvidia-uvm,mode=0660"), WANTED[0]]),
+    unique=True,
+)
+
+
+def devs(text: str) -> dict[str, str]:
+    """The devices in effect, as the stand-in reads them: of a repeated key the last."""
+    keys = pve_host.sections(text)[""]["keys"]
+    return {key: value for key, value in keys.items() if key.startswith("dev")}
+
+
+@given(
+    lines=st.lists(LINES, max_size=16),
+    owned=OWNED,
+    devices=st.lists(st.sampled_from([GPU0, UVM]), unique=True),
+    wanted=st.lists(st.sampled_from(WANTED), unique=True),
+    rounds=st.integers(1, 4),
+)
+def test_any_config_comes_out_right_and_stays_so_whatever_proxmox_rewrites(lines, owned, devices, wanted, rounds):
+    before = "".join(line + "\n" for line in lines)
+    after, report = guestconf.converge(before, "pve", wanted, owned, devices)
+    # Every device is handed over by a line in effect, and no key that stands twice is ours.
+    paths = [value.split(",")[0].replace("path=", "") for value in devs(after).values()]
+    assert {value.split(",")[0] for value in devices} <= set(paths)
+    mine = [tuple(pair) for pair in report["owned"]]
+    entries = guestconf.parse(after, "pve")["entries"]
+    for key, value in mine:
+        assert entries.count((key, value)) == 1
+        assert [pair for pair in entries if pair[0] == key] == [(key, value)] or not key.startswith("dev")
+    # Foreign devices are as they were, each of them, and the other sections byte for byte.
+    ours = {*owned, *mine}
+    foreign = [line for line in before.partition("\n[")[0].split("\n") if line.startswith("dev")]
+    foreign = [line for line in foreign if tuple(line.split(": ", 1)) not in ours]
+    if not before.startswith("["):
+        assert [
+            line
+            for line in after.partition("\n[")[0].split("\n")
+            if line.startswith("dev") and tuple(line.split(": ", 1)) not in ours
+        ] == foreign
+        assert after.partition("\n[")[1:] == before.partition("\n[")[1:] or "\n[" not in before
+    again, second = guestconf.converge(after, "pve", wanted, mine, devices)
+    assert again == after
+    assert (second["added"], second["removed"], second["healed"]) == ([], [], [])
+    text = after
+    for _round in range(rounds):
+        text = pve_host.rewrite(text)
+        same, report = guestconf.converge(text, "pve", wanted, mine, devices)
+        # What Proxmox VE drops of a doubled foreign key may free or take a path; then ours follow, once.
+        if devs(text) == devs(after):
+            assert same == text
+        text, mine = same, [tuple(pair) for pair in report["owned"]]
+        assert guestconf.converge(text, "pve", wanted, mine, devices)[0] == text
+
+
+# The module, on a host that rewrites.
+
+
+class Box:
+    """A stand-in host, and the modules run on it."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self.monkeypatch, self.capsys = folder, monkeypatch, capsys
+        self.bin, self.config = folder / "bin", folder / "101.conf"
+        self.bin.mkdir()
+        for name in ("pct", "pveversion", "lxc-info", "lxc-attach", "lxc-cgroup"):
+            (self.bin / name).symlink_to(STAND_IN)
+        self.host = {"/dev/nvidiactl": [195, 255, "0666"], "/dev/nvidia0": [195, 0, "0666"]}
+        self.host["/dev/nvidia-uvm"] = [511, 0, "0666"]
+        self.write(version="pve-manager/8.4.1/2a5fa54a8503f96d (running kernel: 6.8.12-9-pve)", guests={}, calls=[])
+        self.write(host=self.host, drivers=[195, 511])
+        monkeypatch.setenv("STAND_IN_PVE", str(folder))
+        monkeypatch.setenv("PATH", f"{self.bin}:{os.environ['PATH']}")
+        monkeypatch.setattr(sys, "path", [str(ROOT / ".collections"), *sys.path])
+
+    def read(self) -> dict[str, Any]:
+        path = self.folder / "state.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def write(self, **more: Any) -> None:
+        (self.folder / "state.json").write_text(json.dumps({**self.read(), **more}))
+
+    def guest(self, **more: Any) -> dict[str, Any]:
+        """The live guest; with arguments, after changing it."""
+        state = self.read()
+        state["guests"].setdefault("101", {}).update(more)
+        self.write(**state)
+        return state["guests"]["101"]
+
+    def calls(self, program: str) -> list[list[str]]:
+        return [call[1:] for call in self.read()["calls"] if call[0] == program]
+
+    def reboot(self, uvm: int) -> None:
+        """The host starts again: another major, and no guest runs."""
+        self.host["/dev/nvidia-uvm"][0] = uvm
+        self.write(host=self.host, drivers=[195, uvm])
+        if "101" in self.read()["guests"]:
+            self.guest(running=False)
+
+    @property
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"path": path, "major": row[0], "minor": row[1]} for path, row in self.host.items()]
+
+    def module(self, name: str) -> Any:
+        return importlib.import_module("ansible_collections.specrig.host.plugins.modules." + name)
+
+    def run(self, module_: str, check: bool = False, /, **more: Any) -> dict[str, Any]:
+        module = self.module(module_)
+        arguments = {"ANSIBLE_MODULE_ARGS": {**more, "_ansible_check_mode": check, "_ansible_diff": True}}
+        self.monkeypatch.setattr(basic, "_ANSIBLE_ARGS", json.dumps(arguments).encode())
+        self.monkeypatch.setattr(basic, "_ANSIBLE_PROFILE", "legacy", raising=False)
+        with pytest.raises(SystemExit):
+            module.main()
+        return json.loads(self.capsys.readouterr().out)
+
+    def converge(self, check: bool = False, **more: Any) -> dict[str, Any]:
+        uvm = self.host["/dev/nvidia-uvm"][0]
+        arguments = {"name": "101", "kind": "pve", "path": str(self.config), "nodes": self.nodes, "folders": []}
+        arguments.update(state_dir=str(self.folder / "state"), majors={"nvidia": 195, "nvidia-uvm": uvm})
+        arguments["major_names"] = {"195": ["nvidia"], str(uvm): ["nvidia-uvm"]}
+        return self.run("guest_config", check, **{**arguments, **more})
+
+
+@pytest.fixture
+def box(tmp_path, monkeypatch, capsys, samples):
+    made = Box(tmp_path, monkeypatch, capsys)
+    made.config.write_text(
+        "#GPU box\narch: amd64\ncores: 16\nhostname: infer\nostype: debian\n\n[before]\narch: amd64\ncores: 8\n"
+        "lxc.cgroup2.devices.allow: c 508:* rwm\n"
+    )
+    return made
+
+
+def test_proxmox_gets_devices_that_no_reboot_outdates(box):
+    done = box.converge()
+    assert (done["changed"], done["dev"], done["written"]) == (True, True, "in-place")
+    main, section, rest = box.config.read_text().partition("\n[")
+    assert main == (
+        "#GPU box\narch: amd64\ncores: 16\nhostname: infer\nostype: debian\ndev0: /dev/nvidiactl,mode=0666\n"
+        "dev1: /dev/nvidia0,mode=0666\ndev2: /dev/nvidia-uvm,mode=0666\n"
+    )
+    assert rest == "before]\narch: amd64\ncores: 8\nlxc.cgroup2.devices.allow: c 508:* rwm\n"
+    assert section == "\n["
+    # An operator changes something, Proxmox VE rewrites the file; then the host gets another major.
+    os.system(f"{box.bin}/pct set 101 --onboot 1")
+    rewritten = box.config.read_text()
+    assert "onboot: 1\n" in rewritten
+    box.reboot(508)
+    again = box.converge()
+    assert (again["changed"], box.config.read_text()) == (False, rewritten)
+    # The live rules that a running guest needs are told all the same.
+    assert "c 508:0 rw" in again["rules"]
+
+
+@pytest.mark.parametrize(
+    ("version", "asked", "dev"),
+    [
+        ("pve-manager/8.1.3/b46aac3b42da5d15", "auto", False),
+        ("pve-manager/8.1.3/b46aac3b42da5d15", True, True),
+        ("pve-manager/8.2.2/9355359cd7afbae4", False, False),
+        ("gone wrong", "auto", False),
+    ],
+)
+def test_whether_devices_are_used_follows_the_version_and_the_inventory(box, version, asked, dev):
+    box.write(version=version)
+    done = box.converge(dev=asked)
+    assert done["dev"] is dev
+    assert ("dev0:" in box.config.read_text()) is dev
+    assert ("lxc.mount.entry:" in box.config.read_text()) is not dev
+    assert (done["specrig"]["notes"] == []) is (version != "gone wrong")
+
+
+def test_a_version_that_is_silent_turns_nothing_over(box):
+    box.converge()
+    box.write(version="")
+    done = box.converge()
+    assert (done["changed"], done["dev"]) == (False, True)
+    assert "the devN lines stay; set lxc_guest_pve_dev" in done["specrig"]["notes"][0]
+
+
+def test_a_word_that_is_none_of_the_three_is_refused(box):
+    assert box.converge(dev="maybe")["msg"] == "dev is 'maybe'; set lxc_guest_pve_dev to auto, true or false"
+
+
+def test_a_guest_that_proxmox_locked_is_left_alone(box):
+    box.config.write_text("lock: backup\n" + box.config.read_text())
+    before = box.config.read_text()
+    for check in (True, False):
+        done = box.converge(check)
+        assert done["failed"] is True
+        assert "guest 101 is locked by Proxmox VE (backup)" in done["msg"]
+    assert box.config.read_text() == before
+    # Where nothing has to change the lock is nobody's business.
+    box.config.write_text(before.replace("lock: backup\n", ""))
+    box.converge()
+    box.config.write_text("lock: backup\n" + box.config.read_text())
+    assert box.converge()["changed"] is False
+
+
+def test_proxmoxs_own_lock_is_waited_for_and_then_named(box, monkeypatch):
+    module = box.module("guest_config")
+    monkeypatch.setattr(module, "PVE_LOCK", str(box.folder / "pve-config-%s.lock"))
+    monkeypatch.setattr(module, "LOCK_TIMEOUT_S", 0)
+    with (box.folder / "pve-config-101.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        before = box.config.read_text()
+        assert "is held by another program" in box.converge()["msg"]
+        assert box.config.read_text() == before
+    assert box.converge()["changed"] is True
+
+
+# Files that cannot be replaced or have their mode set.
+
+
+def refuse(code: int):
+    def call(*_arguments: Any, **_more: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return call
+
+
+@pytest.mark.parametrize("call", ["rename", "chmod", "chown"])
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EBUSY])
+def test_a_file_system_without_rename_or_chmod_is_written_in_place(box, monkeypatch, call, code):
+    config = box.folder / "config"
+    config.write_text("lxc.uts.name = gpu\n" + "# filler\n" * 200)
+    config.chmod(0o640)
+    inode = config.stat().st_ino
+    real = getattr(os, call)
+
+    def refused(path: Any, *arguments: Any) -> None:
+        # The record of our lines is kept elsewhere, and may be renamed.
+        if "state" in Path(path).parts:
+            return real(path, *arguments)
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(box.module("guest_config").os, call, refused)
+    done = box.converge(kind="lxc", path=str(config))
+    assert done["written"] == "in-place"
+    assert (config.stat().st_ino, config.stat().st_mode & 0o7777) == (inode, 0o640)
+    assert config.read_text() == done["diff"]["after"]
+    assert sorted(path.name for path in box.folder.iterdir() if path.name.startswith(".")) == []
+    shorter = box.converge(kind="lxc", path=str(config), nodes=[])
+    assert config.read_text() == "lxc.uts.name = gpu\n" + "# filler\n" * 200
+    assert shorter["written"] == "in-place"
+    assert box.converge(kind="lxc", path=str(config), nodes=[])["changed"] is False
+
+
+def test_a_full_disk_leaves_the_file_as_it_was(box, monkeypatch):
+    config = box.folder / "config"
+    config.write_text("lxc.uts.name = gpu\n")
+    module = box.module("guest_config")
+    monkeypatch.setattr(module, "write_by_rename", refuse(errno.ENOSPC))
+    done = box.converge(kind="lxc", path=str(config))
+    assert done["msg"] == f"{config} cannot be written: No space left on device; nothing was changed"
+    assert config.read_text() == "lxc.uts.name = gpu\n"
+
+
+def test_a_write_in_place_that_fails_half_way_is_taken_back(box, monkeypatch):
+    before = box.config.read_bytes()
+    module = box.module("guest_config")
+    real = open
+
+    class Short:
+        """A file on a disk that is full after ten bytes, once."""
+
+        def __init__(self, stream: Any) -> None:
+            self.stream, self.left = stream, 10
+
+        def __enter__(self) -> Short:
+            return self
+
+        def __exit__(self, *_error: object) -> None:
+            self.stream.close()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.stream, name)
+
+        def write(self, data: Any) -> int:
+            if self.left == 0:
+                self.left = -1
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            count = self.stream.write(bytes(data)[: self.left] if self.left > 0 else data)
+            self.left -= count if self.left > 0 else 0
+            return int(count)
+
+    def opened(path: Any, mode: str = "r", **more: Any) -> Any:
+        stream = real(path, mode, **more)
+        return Short(stream) if mode == "r+b" else stream
+
+    monkeypatch.setattr(module, "open", opened, raising=False)
+    done = box.converge()
+    assert "cannot be written: No space left on device" in done["msg"]
+    assert box.config.read_bytes() == before
