@@ -593,7 +593,8 @@ def guest_gpus(
         look: facts of the host (host_look).
         guest: the guest's name.
         nodes: the nodes that a role has just put into the guest; without them the ones that the look saw inside count.
-        given: indices that the inventory gives to the guest, where the guest itself tells nothing.
+        given: indices that the inventory gives to the guest: it counts no others, whatever nodes were left in it, and
+            these where nothing is known of its nodes.
     """
     if nodes is None:
         row = next((row for row in look.get("guests") or [] if str(row.get("name")) == str(guest)), {})
@@ -608,9 +609,9 @@ def guest_gpus(
     }
     numbers = {int(minor) for minor in minors if minor is not None}
     found = sorted(gpu["index"] for gpu in look.get("gpus") or [] if gpu.get("minor") in numbers)
-    if found:
-        return found
-    return sorted(given) if given else None
+    if given:
+        return [index for index in found if index in given] or sorted(given)
+    return found or None
 
 
 def nodes_for_guest(nodes: Iterable[Facts], look: Facts, given: Sequence[int] | None) -> list[Facts]:

@@ -234,6 +234,8 @@ def test_which_gpus_a_guest_has_is_told_by_its_nodes():
     assert placement.guest_gpus(facts, "stopped") is None
     assert placement.guest_gpus(facts, "stopped", given=[7, 0]) == [0, 7]
     assert placement.guest_gpus(facts, "nobody") is None
+    # A node that was left in a running guest is denied there, and CUDA does not count it.
+    assert placement.guest_gpus(facts, "gpu", given=[5, 6]) == [5]
     assert placement.guest_gpus(facts, "gpu", nodes=[{"path": "/dev/nvidia1", "major": 195, "minor": 1}]) == [7]
     plan = placement.plan(facts, {"a": {"tp": 1, "gpus": [5]}, "b": {"tp": 4}}, guest_gpus=[4, 5], guest="gpu")
     assert plan["profiles"]["a"]["guest_gpus"] == [1]

@@ -5,6 +5,7 @@ Pure but for `read_gpus`, which reads the driver's list in /proc.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -57,9 +58,18 @@ def read_gpus(root: Path | None = None) -> list[Gpu]:
     return sorted(found, key=lambda gpu: gpu.bus_id)
 
 
-def present(gpus: Sequence[Gpu], exists: Callable[[str], bool] = os.path.exists) -> list[Gpu]:
-    """Those whose node is there: CUDA inside a container numbers only the GPUs that it was given a node of."""
-    return [gpu for gpu in gpus if gpu.minor is not None and exists(f"{DEV}/nvidia{gpu.minor}")]
+def opens(path: str) -> bool:
+    """Whether a node is there and may be opened; ENXIO means permitted with no driver behind it."""
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+    except OSError as error:
+        return error.errno == errno.ENXIO
+    return True
+
+
+def present(gpus: Sequence[Gpu], usable: Callable[[str], bool] = opens) -> list[Gpu]:
+    """Those that may be opened: CUDA inside a container numbers only the GPUs that it was given."""
+    return [gpu for gpu in gpus if gpu.minor is not None and usable(f"{DEV}/nvidia{gpu.minor}")]
 
 
 def visible(gpus: Sequence[Gpu], setting: str | None) -> list[Gpu]:
@@ -103,8 +113,6 @@ _NONE = "RuntimeError: No CUDA GPUs are available"
 
 def _probe(path: str, otherwise: str) -> None:
     """Open a device node as CUDA does. ENXIO means permitted with no driver behind it, which a simulation takes."""
-    import errno
-
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
@@ -137,7 +145,7 @@ def open_gpu(gpu_id: int, shift: int = 0) -> tuple[str, int]:
     everything = read_gpus()
     gpus = present(everything)
     if not gpus:
-        raise DeviceError(f"{_NONE} [the driver lists {len(everything)}, none with a node in /dev]")
+        raise DeviceError(f"{_NONE} [the driver lists {len(everything)}, none with a node in /dev that opens]")
     setting = os.environ.get("CUDA_VISIBLE_DEVICES")
     seen = visible(gpus, setting)
     if not seen:
