@@ -33,7 +33,7 @@ options:
     type: dict
     default: {}
   look:
-    description: What M(specrig.host.serving_look) saw.
+    description: What M(specrig.host.serving_look) saw; may be empty with V(stopped).
     type: dict
     required: true
   settings:
@@ -220,6 +220,16 @@ def plan_all(module, names):
     return plans, problems
 
 
+def seen_units(names):
+    """What systemd says of these units, as far as stopping needs it."""
+    units = {}
+    for name in names:
+        argv = ["systemctl", "show", "-p", "ActiveState", "--value", serving.unit_name(name)]
+        done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False, timeout=30)
+        units[name] = {"active": done.stdout.decode("utf-8", "replace").strip() or None}
+    return units
+
+
 def write_files(files, template_settings, plans):
     """Names of the profiles whose files changed; ``*`` for the template."""
     changed = []
@@ -249,7 +259,8 @@ def main():
     )
     params = module.params
     state = params["state"]
-    units = params["look"].get("units") or {}
+    # To stop a server by name needs no look at anything else.
+    units = seen_units(params["names"]) if state == "stopped" else params["look"].get("units") or {}
     processes = params["look"].get("processes") or {}
     found, changed, notes = [], [], []
 

@@ -1,0 +1,76 @@
+"""What a launch's unit leaves for the journal, and how the screen shows it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ansible.module_utils.basic")
+PLUGINS = "ansible_collections.specrig.host.plugins."
+
+
+@pytest.fixture
+def unit(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(sys, "path", [str(repository / ".collections"), *sys.path])
+    return importlib.import_module(PLUGINS + "modules.bench_unit")
+
+
+@pytest.fixture
+def journal(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(sys, "path", [str(repository / ".collections"), *sys.path])
+    return importlib.import_module(PLUGINS + "callback.journal")
+
+
+def test_only_launches_whose_end_nobody_noted_are_told(unit: Any, tmp_path: Path) -> None:
+    launches = [{"launch": 0, "noted": True}, {"launch": 1}, {"launch": 2, "error": "it did not start"}]
+    (tmp_path / "manifest.json").write_text(json.dumps({"launches": launches}))
+    assert unit.untold_launches(str(tmp_path)) == [1, 2]
+    assert unit.untold_launches(str(tmp_path / "none")) == []
+
+
+def test_the_last_row_of_each_cell_counts_and_a_cut_off_line_does_not(unit: Any, tmp_path: Path) -> None:
+    rows = [
+        {"cell": "a", "launch": 1, "state": "failed"},
+        {"cell": "a", "launch": 1, "state": "done"},
+        {"cell": "a", "launch": 2, "state": "done"},
+        {"cell": "b", "launch": 1, "state": "invalid", "reason": "why"},
+    ]
+    (tmp_path / "cells.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"cell": "c", "lau')
+    found = unit.told(unit.finished_cells(str(tmp_path), 1))
+    assert [(row["cell"], row["state"], row["outcome"]) for row in found] == [
+        ("a", "done", "ok"),
+        ("b", "invalid", "invalid"),
+    ]
+
+
+def test_a_unit_that_left_its_status_is_not_waited_for_any_longer(
+    unit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def running(_module: Any, name: str) -> bool:
+        asked.append(name)
+        return len(asked) < 3
+
+    monkeypatch.setattr(unit, "running", running)
+    status = tmp_path / "exit"
+    status.write_text("0\n")
+    assert unit.wait_for_end(None, "u.service", 5, str(status)) is True
+    assert asked == ["u.service"] * 3
+    monkeypatch.setattr(unit, "running", lambda _module, _name: True)
+    assert unit.wait_for_end(None, "u.service", 0.1, str(status)) is False
+
+
+def test_the_screen_counts_cells_and_names_those_that_are_not_done(journal: Any) -> None:
+    rows = [
+        {"cell": "a", "profile": "tp1", "state": "done"},
+        {"cell": "b", "profile": "tp1", "state": "invalid", "reason": "the client did not keep up"},
+        {"cell": "c", "profile": "tp1", "state": "done"},
+    ]
+    assert journal._cell_lines(rows) == ["2 done, 1 invalid", "b tp1: invalid the client did not keep up"]
+    assert journal._cell_lines([]) == []
