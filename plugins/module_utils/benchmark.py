@@ -41,8 +41,8 @@ def decide(plan, look, serving, profiles, take_over=False, guest_gpus=None, gues
 
     Returns:
         dict: ``refused`` (one line each; empty when it can run), ``placements`` (profile to its row of
-        ``placement.plan``), ``stop`` (production profiles to stop first), ``leftovers`` (benchmark profiles whose server
-        runs for nobody), ``client_cpus``, ``attached`` (this run's unit that still runs, or None).
+        ``placement.plan``), ``stop`` (production profiles to stop first), ``leftovers`` (benchmark profiles whose
+        server runs for nobody), ``client_cpus``, ``attached`` (this run's unit that still runs, or None).
     """
     refused = []
     own = unit_stem(plan["run"]) + "-" if plan.get("run") else None
@@ -150,7 +150,7 @@ def describe(plan, decision):
 
 def duration(seconds):
     """Return seconds as people say them: ``40 s``, ``12 min``, ``3 h 20 min``."""
-    seconds = int(round(seconds or 0))
+    seconds = round(seconds or 0)
     if seconds < 120:
         return "%d s" % seconds
     minutes = (seconds + 30) // 60

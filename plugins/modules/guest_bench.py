@@ -35,7 +35,11 @@ EXAMPLES = r"""
 - name: Plan the sweep
   specrig.host.guest_bench:
     ask: plan
-    request: {sweep: /var/lib/specrig/sweeps/nightly.yml, profiles: {}, models: /srv/models, runs: /var/lib/specrig/runs}
+    request:
+      sweep: /var/lib/specrig/sweeps/nightly.yml
+      profiles: {}
+      models: /srv/models
+      runs: /var/lib/specrig/runs
   register: planned
 """
 
