@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from typing import Any, Dict
 
-from . import cpulist, gpusettings, numa, pci, procfs, smi, topo
+from . import cpulist, gpusettings, nodes, numa, pci, procfs, smi, topo
 from .text import clean
 
 Facts = Dict[str, Any]
@@ -245,9 +245,9 @@ def _guests(raw: Facts, unknown: dict[str, str]) -> list[Facts]:
     return rows
 
 
-def _node_problems(nodes: list[Facts], majors: dict[str, int | None]) -> list[str]:
+def _node_problems(seen: list[Facts], majors: dict[str, int | None]) -> list[str]:
     problems = []
-    for node in nodes:
+    for node in seen:
         name = node["path"]
         if node["kind"] == "missing":
             problems.append("%s is missing" % name)
@@ -270,14 +270,8 @@ def _node_problems(nodes: list[Facts], majors: dict[str, int | None]) -> list[st
 
 def not_loaded(release: str | None, kernels: list[str] | None) -> str:
     """Return why the driver may not be loaded, and what to do."""
-    if kernels is None or not release or release in kernels:
-        return "the nvidia driver is not loaded: run recover, which loads it"
-    others = "there is one for %s; " % ", ".join(kernels) if kernels else ""
-    return (
-        "the nvidia driver is not loaded and kernel %s has no module of it (DKMS did not build one): %ssee 'dkms "
-        "status', install this kernel's headers and run 'dkms autoinstall -k %s'%s"
-        % (release, others, release, ", or boot the other kernel" if kernels else "")
-    )
+    missing = nodes.no_module(release, kernels)
+    return "the nvidia driver is not loaded" + (" and " + missing if missing else ": run recover, which loads it")
 
 
 def _driver_problems(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which device nodes the driver's majors call for, and how what is there differs.  Pure."""
+"""Which device nodes the driver's majors call for, how what is there differs, and why a driver does not load.  Pure."""
 
 from __future__ import annotations
 
@@ -56,3 +56,52 @@ def line(node, mode=None):
         return "%s %s" % (node["path"], node["kind"])
     text = "%s c %s:%s" % (node["path"], node.get("major"), node.get("minor"))
     return "%s %s" % (text, mode or node["mode"]) if mode or node.get("mode") else text
+
+
+def no_module(release, kernels):
+    """Say that a kernel has no module of the driver, and what to do; or return None where it may have one.
+
+    Args:
+        release: the running kernel, as ``uname -r`` says.
+        kernels: the kernels that have a module of it, or None where that is not known.
+    """
+    if kernels is None or not release or release in kernels:
+        return None
+    others = "there is one for %s; " % ", ".join(kernels) if kernels else ""
+    return (
+        "kernel %s has no module of it (DKMS did not build one): %ssee 'dkms status', install this kernel's headers "
+        "and run 'dkms autoinstall -k %s'%s" % (release, others, release, ", or boot the other kernel" if kernels else "")
+    )
+
+
+def cannot_load(name, said, release, kernels, modules=(), drivers=None):
+    """Return one line: why a module of the driver does not load, and what to do.
+
+    Args:
+        name: nvidia or nvidia-uvm.
+        said: what the program that should load it said.
+        release: the running kernel.
+        kernels: the kernels that have a module of the driver, or None where that is not known.
+        modules: names of the modules that are loaded.
+        drivers: {bus id: driver or None} of the PCI devices of NVIDIA, or None where that is not known.
+    """
+    start = "the module %s does not load on kernel %s (%s): " % (name, release, said)
+    words = said.lower()
+    held = sorted({str(driver) for driver in (drivers or {}).values() if driver and driver.startswith("vfio")})
+    missing = no_module(release, kernels)
+    if "key was rejected" in words or "required key not available" in words:
+        return start + "Secure Boot refuses its signature; enroll its key (mokutil --import) or turn Secure Boot off"
+    if missing:
+        return start + missing
+    if "nouveau" in modules:
+        return start + "nouveau holds the GPUs; blacklist it, update the initramfs and reboot"
+    if held:
+        return start + "%s holds the GPUs for a virtual machine; give them back to the host" % ", ".join(held)
+    if drivers == {} and "no such device" in words:
+        return start + "the PCI bus shows no NVIDIA device; see lspci, the power of the cards and the BIOS"
+    if "exec format" in words or "unknown symbol" in words or "invalid argument" in words or "not found" in words:
+        return start + (
+            "it was not built for this kernel; see 'dkms status' and run 'dkms autoinstall -k %s', with open kernel "
+            "modules for Blackwell GPUs" % release
+        )
+    return start + "see dmesg and 'dkms status'; Blackwell GPUs need the open kernel modules"

@@ -12,11 +12,16 @@ description:
     makes or corrects the nodes for the majors and minors that the kernel names. No number is ever assumed.
   - Has to come first after a boot, for the major of nvidia-uvm does not exist before its module is loaded.
   - In check mode what a load would create is unknown until loaded, and is reported as such.
+  - A module that is not there for this kernel, or does not load, is one line that says what to do.
 options:
   mode:
     description: Mode of the nodes; the user that serves has to be able to open them.
     type: str
     default: "0666"
+  timeout:
+    description: Seconds that loading a module, or the driver's own files in /proc, may take.
+    type: float
+    default: 60.0
 attributes:
   check_mode:
     support: full
@@ -47,7 +52,7 @@ import stat
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ..module_utils import nodes, procfs
+from ..module_utils import gpusettings, nodes, probe, procfs
 
 INFORMATION = "/proc/driver/nvidia/gpus/*/information"
 
@@ -57,14 +62,31 @@ def read_majors():
         return procfs.parse_devices(handle.read())
 
 
-def read_minors():
+def read_minors(timeout_s):
+    """Return (minors of the GPUs, None), or (None, why the driver does not name them)."""
+    texts, reason = probe.guarded_texts(sorted(glob.glob(INFORMATION)), timeout_s)
+    if reason:
+        return None, "%s: it is stuck; see dmesg for Xid and reboot the host" % reason
     minors = []
-    for path in sorted(glob.glob(INFORMATION)):
-        with open(path, encoding="utf-8", errors="replace") as handle:
-            about = procfs.parse_information(handle.read())
+    for path, text in sorted(texts.items()):
+        try:
+            about = procfs.parse_information(text)
+        except ValueError as error:
+            return None, "%s: %s" % (path, error)
         if about["minor"] is not None and not about["excluded"]:
             minors.append(about["minor"])
-    return minors
+    return minors, None
+
+
+def why_not(name, said):
+    """Return one line on a module that does not load."""
+    drivers = {}
+    for path in glob.glob("/sys/bus/pci/devices/*/vendor"):
+        if (probe.read_text(path) or "").strip() == "0x10de":
+            link = os.path.join(os.path.dirname(path), "driver")
+            drivers[path.split("/")[-2]] = os.path.basename(os.readlink(link)) if os.path.islink(link) else None
+    loaded = [line.split(" ")[0] for line in (probe.read_text("/proc/modules") or "").split("\n")]
+    return nodes.cannot_load(name, said, os.uname().release, probe.module_kernels(), loaded, drivers)
 
 
 def see(path):
@@ -84,7 +106,7 @@ class Driver:
     """The programs that load the driver."""
 
     def __init__(self, module):
-        self.module = module
+        self.timeout_s = module.params["timeout"]
         folders = ["/usr/local/sbin", "/usr/local/bin"]
         self.modprobe = module.get_bin_path("modprobe", opt_dirs=folders)
         self.nvidia_modprobe = module.get_bin_path("nvidia-modprobe", opt_dirs=folders)
@@ -100,30 +122,29 @@ class Driver:
             tries.append([self.modprobe, name])
         said = "neither nvidia-modprobe nor modprobe is installed"
         for argv in tries:
-            code, out, err = self.module.run_command(argv)
-            if code == 0 and read_majors()[name] is not None:
+            result = probe.run_all({name: argv}, self.timeout_s)[name]
+            if result["rc"] == 0 and read_majors()[name] is not None:
                 return None
-            said = ((err or out).strip().splitlines() or ["%s exits %d" % (argv[0], code)])[-1]
+            words = (result["err"] or result["out"]).strip().splitlines()
+            said = result["reason"] or (words or ["%s exits %s" % (os.path.basename(argv[0]), result["rc"])])[-1]
         return said
 
     def make(self, minors):
         """Lets the driver's own program make what is missing; it knows its settings best."""
         if self.nvidia_modprobe:
-            for minor in minors:
-                self.module.run_command([self.nvidia_modprobe, "-c", str(minor)])
-            self.module.run_command([self.nvidia_modprobe, "-u", "-c", "0"])
-
-
-def cannot_load(name, said):
-    release = os.uname().release
-    return (
-        "the module %s does not load on kernel %s (%s): see 'dkms status' and install the driver built for this kernel,"
-        " open kernel modules for Blackwell GPUs" % (name, release, said)
-    )
+            calls = {"uvm": [self.nvidia_modprobe, "-u", "-c", "0"]}
+            if minors:
+                calls["gpus"] = [self.nvidia_modprobe]
+                for minor in minors:
+                    calls["gpus"] += ["-c", str(minor)]
+            probe.run_all(calls, self.timeout_s)
 
 
 def main():
-    module = AnsibleModule(argument_spec={"mode": {"type": "str", "default": "0666"}}, supports_check_mode=True)
+    module = AnsibleModule(
+        argument_spec={"mode": {"type": "str", "default": "0666"}, "timeout": {"type": "float", "default": 60.0}},
+        supports_check_mode=True,
+    )
     mode = module.params["mode"]
     try:
         mode_bits = int(mode, 8)
@@ -142,13 +163,17 @@ def main():
         for name in missing:
             problem = driver.load(name)
             if problem:
-                module.fail_json(msg=cannot_load(name, problem), specrig=said, majors=read_majors(), nodes=[])
+                module.fail_json(msg=why_not(name, problem), specrig=said, majors=read_majors(), nodes=[])
         majors = read_majors()
+        if "nvidia" in missing and os.path.exists(gpusettings.RECORD):
+            os.unlink(gpusettings.RECORD)  # a driver that was loaded anew has forgotten its clock locks
         before += ["%s not loaded" % name for name in missing]
         after += ["%s loaded, major %d" % (name, majors[name]) for name in missing]
         said["changed"] += ["loaded %s, major %d" % (name, majors[name]) for name in missing]
 
-    minors = read_minors()
+    minors, stuck = read_minors(module.params["timeout"])
+    if stuck:
+        module.fail_json(msg=stuck, specrig=said, majors=majors, nodes=[])
     if majors["nvidia"] is not None and not minors:
         said["notes"].append("the driver is loaded and names no GPU; see dmesg and nvidia-smi")
     want = nodes.wanted(majors, minors)

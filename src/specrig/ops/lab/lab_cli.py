@@ -28,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--driver",
         choices=("all", "no-uvm", "none"),
         default="all",
-        help="what is loaded before the guest starts: all (default), all but nvidia-uvm, or nothing",
+        help="what is loaded before the guest starts: all (default), all but nvidia-uvm, or nothing; "
+        "no-module: this kernel has none, so that nothing can load it",
     )
     actions.add_parser("status", parents=[common], help="what runs, and where")
     shell = actions.add_parser("shell", parents=[common], help="a shell, or one command, in the host or the guest")

@@ -197,11 +197,25 @@ def boot() -> int:
     bind(RUN / "proc_driver", "/proc/driver")
     bind(RUN / "pci", "/sys/bus/pci/devices")
     bind(nodes, "/sys/devices/system/node")
-    load = json.loads(SETTINGS.read_text())["load"] if SETTINGS.exists() else "all"
-    if load != "none":
+    load = load_setting()
+    if load not in ("none", "no-module"):
         register("nvidia" if load == "no-uvm" else "nvidia-uvm")
         make_nodes([gpu["minor"] for gpu in box()["gpus"]], uvm=load != "no-uvm")
     return 0
+
+
+def load_setting() -> str:
+    """How far the driver is loaded at boot."""
+    return str(json.loads(SETTINGS.read_text())["load"]) if SETTINGS.exists() else "all"
+
+
+def no_module(name: str) -> bool:
+    """Whether this kernel has no module of the driver, as after a DKMS build that failed; says what modprobe says."""
+    if load_setting() != "no-module":
+        return False
+    where = f"/lib/modules/{os.uname().release}"
+    print(f"modprobe: FATAL: Module {name} not found in directory {where}", file=sys.stderr)
+    return True
 
 
 def nvidia_modprobe(arguments: list[str]) -> int:
@@ -217,6 +231,8 @@ def nvidia_modprobe(arguments: list[str]) -> int:
             minors.append(int(rest.pop(0)))
         elif word.startswith("-c="):
             minors.append(int(word[3:]))
+    if no_module("nvidia-uvm" if uvm else "nvidia"):
+        return 1
     register("nvidia-uvm" if uvm else "nvidia")
     make_nodes([] if uvm else minors, uvm)
     return 0
@@ -229,6 +245,8 @@ def modprobe(arguments: list[str]) -> int:
         os.execv(REAL_MODPROBE, [REAL_MODPROBE, *arguments])
     if "-r" in arguments or "--remove" in arguments:
         print(f"modprobe: FATAL: Module {names[0]} is in use.", file=sys.stderr)
+        return 1
+    if no_module(names[0]):
         return 1
     if not {"-n", "--dry-run", "--show", "--show-depends"} & set(arguments):
         for name in names:
