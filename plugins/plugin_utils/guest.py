@@ -24,6 +24,7 @@ ENVIRONMENT = {
 NOT_RUNNING = re.compile(
     r"Failed to get init pid|Connection refused|(is|CT \d+) not running|container .* not running", re.I
 )
+FROZEN = re.compile(r"^lxc-attach: guest .* is frozen$", re.M)
 NO_SUCH_GUEST = re.compile(r"No such container|is not defined|Configuration file '.*' does not exist", re.I)
 NO_TOOL = re.compile(r"(lxc-attach|pct): (command )?not found|sudo: (lxc-attach|pct): command not found")
 NO_RIGHT = re.compile(r"Insufficent privileges|Insufficient privileges|sudo: a (password|terminal) is required", re.I)
@@ -37,7 +38,17 @@ def guest_command(name: str, command: str, attach: str = "lxc-attach", sudo: boo
     else:
         argv += ["lxc-attach", "--clear-env", "-n", name, "--"]
     argv += ["/usr/bin/env", "-i", *("%s=%s" % item for item in sorted(ENVIRONMENT.items()))]
-    return shlex.join([*argv, "/bin/sh", "-c", command])
+    return shlex.join(["/bin/sh", "-c", _unless_frozen(name) + shlex.join([*argv, "/bin/sh", "-c", command])])
+
+
+def _unless_frozen(name: str) -> str:
+    """Returns shell text that ends with an error where the guest is frozen: to enter it would hang until it thaws."""
+    states = (f"/sys/fs/cgroup/lxc.payload.{name}/cgroup.freeze", f"/sys/fs/cgroup/lxc/{name}/cgroup.freeze")
+    files = " ".join(shlex.quote(path) for path in states)
+    return (
+        f'for f in {files}; do if [ -r "$f" ] && read -r s < "$f" && [ "$s" = 1 ]; then'
+        f" echo {shlex.quote(f'lxc-attach: guest {name} is frozen')} >&2; exit 1; fi; done; exec "
+    )
 
 
 def explain(name: str, host: str, stderr: str) -> str | None:
@@ -62,6 +73,11 @@ def explain(name: str, host: str, stderr: str) -> str | None:
         return (
             f"host {host} has no guest {name!r}: correct lxc_guest_name in the inventory"
             " (lxc-ls -f or pct list shows them)"
+        )
+    if FROZEN.search(text):
+        return (
+            f"guest {name!r} on host {host} is frozen, so nothing in it can answer: thaw it on the host"
+            f" (lxc-unfreeze -n {name}, pct resume {name}) and run again"
         )
     if NOT_RUNNING.search(text):
         return (
