@@ -68,7 +68,7 @@ def config_problems(facts: dict[str, Any]) -> list[str]:
     """Return what is wrong with a guest config, one text each."""
     problems = ["%s has no effect on cgroup v2: write lxc.cgroup2" % text for text in facts["v1_keys"]]
     problems += ["stands twice: %s" % text for text in facts["duplicates"]]
-    if not facts["device_rules"] and not facts["mounts"]:
+    if not facts["device_rules"] and not facts["mounts"] and not facts["devs"]:
         for item in facts["elsewhere"]:
             problems.append("in section [%s], without effect on the guest: %s" % (item["section"], item["text"]))
     for mount in facts["mounts"]:

@@ -469,6 +469,7 @@ def main():
             said["notes"].append("guest %s was restarted: %s" % (guest.name, "; ".join(problems + live.failures())))
             said["changed"].append("guest %s: restarted" % guest.name)
             result["restarted"] = True
+            problems = []
             guest.stop()
             guest.start()
             state, init_pid = guest.state()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import importlib
 import importlib.util
+import io
 import json
 import os
 import sys
@@ -476,3 +478,225 @@ def test_a_write_in_place_that_fails_half_way_is_taken_back(box, monkeypatch):
     done = box.converge()
     assert "cannot be written: No space left on device" in done["msg"]
     assert box.config.read_bytes() == before
+
+
+# The running guest: started, opened live, restarted only where allowed and only where that can help.
+
+
+@pytest.fixture
+def live(box, monkeypatch):
+    """The module guest_devices on the stand-in host; binding shows the host's node in the guest's record."""
+    module = box.module("guest_devices")
+    box.refuses_binding = False
+
+    def bind(_pid: int, source: str, target: str, folder: bool, read_only: bool = False) -> str | None:
+        if box.refuses_binding:
+            return f"{source} could not be shown in the guest: move_mount: Function not implemented"
+        assert not folder
+        assert not read_only
+        box.guest(nodes={**box.guest()["nodes"], target: box.host[source]})
+        return None
+
+    def run(_guest: Any, *argv: str) -> tuple[int, str, str]:
+        """The stand-in without a process of its own: a test asks it some thirty times."""
+        out = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(out):
+                pve_host.main(argv[0], list(argv[1:]))
+        except SystemExit as end:
+            return 1, out.getvalue(), str(end.code)
+        return 0, out.getvalue(), ""
+
+    monkeypatch.setattr(module.Guest, "run", run)
+    monkeypatch.setattr(module, "bind_into", bind)
+    monkeypatch.setattr(module, "host_mode", lambda path: int(box.host[path][2], 8))
+    monkeypatch.setattr(module, "rules_impossible", lambda: None)
+
+    def call(check: bool = False, **more: Any) -> dict[str, Any]:
+        arguments = {"name": "101", "kind": "pve", "path": str(box.config), "nodes": box.nodes, "user": "specrig"}
+        return box.run("guest_devices", check, **{**arguments, **more})
+
+    return call
+
+
+def commands(box: Box) -> list[str]:
+    """What pct was told to do, without questions."""
+    return [call[0] for call in box.calls("pct") if call[0] != "status"]
+
+
+def test_a_proxmox_guest_that_never_ran_is_started_by_pct_and_has_its_devices(box, live):
+    box.converge()
+    told = live(check=True)
+    assert (told["changed"], told["init_pid"], commands(box)) == (True, None, [])
+    done = live()
+    assert commands(box) == ["start"]
+    assert done["specrig"]["changed"] == ["guest 101: started"]
+    assert done["specrig"]["gates"][0]["status"] == "pass"
+    again = live()
+    assert (again["changed"], commands(box)) == (False, ["start"])
+
+
+def test_after_a_reboot_the_devices_are_right_without_a_change(box, live):
+    box.converge()
+    live()
+    box.reboot(508)
+    assert box.converge()["changed"] is False
+    done = live()
+    assert done["specrig"]["changed"] == ["guest 101: started"]
+    assert [row["major"] for row in done["seen"]["nodes"]] == [195, 195, 508]
+
+
+def test_a_major_that_moves_under_a_running_guest_is_followed_live(box, live):
+    box.converge()
+    live()
+    # The driver was loaded anew; the guest never stopped.
+    box.host["/dev/nvidia-uvm"] = [508, 0, "0666"]
+    box.write(host=box.host, drivers=[195, 508])
+    done = live()
+    assert done["specrig"]["changed"] == [
+        "guest 101: opened live: c 508:0 rw",
+        "guest 101: revoked live: major 511",
+        "guest 101: put in place live: nvidia-uvm",
+    ]
+    assert "c 508:0 rw" in box.guest()["rules"]
+    assert "c 511:0 rw" not in box.guest()["rules"]
+    assert commands(box) == ["start"]
+    assert live()["changed"] is False
+
+
+def test_a_guest_whose_device_is_not_there_does_not_start_and_says_so(box, live):
+    box.converge()
+    uvm = box.host.pop("/dev/nvidia-uvm")
+    box.write(host=box.host)
+    box.host["/dev/nvidia-uvm"] = uvm
+    done = live()
+    assert done["msg"] == (
+        "guest '101' does not start: Device /dev/nvidia-uvm does not exist; 'pct start 101 --debug' shows why"
+    )
+
+
+def test_a_guest_that_started_before_its_nodes_is_healed_live(box, live):
+    box.converge(dev=False)
+    del box.host["/dev/nvidia-uvm"]
+    box.write(host=box.host)
+    os.system(f"{box.bin}/pct start 101")
+    box.host["/dev/nvidia-uvm"] = [511, 0, "0666"]
+    box.write(host=box.host)
+    assert box.guest()["nodes"]["/dev/nvidia-uvm"] == "file"
+    done = live()
+    assert "guest 101: /dev/nvidia-uvm is a regular file, not a device" in done["specrig"]["found"]
+    assert done["specrig"]["changed"] == ["guest 101: put in place live: nvidia-uvm"]
+    assert box.guest()["nodes"]["/dev/nvidia-uvm"] == [511, 0, "0666"]
+
+
+def test_a_foreign_device_line_with_a_narrow_mode_is_named_and_healed_live(box, live):
+    box.config.write_text("dev3: /dev/nvidia-uvm,gid=44\n" + box.config.read_text())
+    told = box.converge()
+    assert told["specrig"]["found"] == [
+        "guest 101: dev3: /dev/nvidia-uvm gets mode 0660 in the guest, for group 44 alone: a service user cannot open "
+        "it; add mode=0666"
+    ]
+    assert "dev3: /dev/nvidia-uvm,gid=44\n" in box.config.read_text()
+    done = live()
+    assert "guest 101: /dev/nvidia-uvm has mode 0660, the host's has 0666" in done["specrig"]["found"]
+    assert done["specrig"]["gates"][0]["status"] == "pass"
+
+
+def test_an_unprivileged_guest_that_may_open_everything_is_left_with_it(box, live):
+    box.config.write_text("unprivileged: 1\n" + box.config.read_text())
+    box.converge()
+    live()
+    done = live()
+    assert done["changed"] is False
+    assert done["specrig"]["notes"] == ["guest 101 may open every device; its config has a rule for all"]
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_a_guest_is_restarted_only_where_nothing_else_helps_and_only_if_allowed(box, live, allowed):
+    box.converge()
+    live()
+    box.guest(nodes={**box.guest()["nodes"], "/dev/nvidia0": "file"})
+    box.refuses_binding = True
+    done = live(allow_restart=allowed)
+    if allowed:
+        assert commands(box) == ["start", "shutdown", "start"]
+        shutdown = next(call for call in box.calls("pct") if call[0] == "shutdown")
+        assert shutdown == ["shutdown", "101", "--timeout", "120", "--forceStop", "1"]
+        assert done["restarted"] is True
+        assert done["specrig"]["gates"][0]["status"] == "pass"
+    else:
+        assert commands(box) == ["start"]
+        assert done["msg"].endswith("restart the guest, or set lxc_guest_allow_restart and run again")
+        assert "/dev/nvidia0 is a regular file" in done["msg"]
+        assert "\n" not in done["msg"]
+
+
+def test_where_device_rules_cannot_work_at_all_the_reason_is_told_and_nothing_restarted(box, live, monkeypatch):
+    box.converge()
+    live()
+    why = "the kernel takes no device programs from this host (bpf: Operation not permitted)"
+    monkeypatch.setattr(box.module("guest_devices"), "rules_impossible", lambda: why)
+    # lxc-cgroup says it did, and nothing changed.
+    monkeypatch.setattr(box.module("guest_devices").Guest, "rule", lambda _guest, _verb, _text: (0, "", ""))
+    box.guest(rules=[])
+    done = live(allow_restart=True)
+    assert why in done["msg"]
+    assert "lxc_guest_allow_restart" not in done["msg"]
+    assert commands(box) == ["start"]
+
+
+def test_libraries_of_another_version_are_named(box, live):
+    box.converge()
+    live()
+    box.guest(answer={"library": "570.124.06"})
+    assert live(driver_version="570.124.06")["changed"] is False
+    done = live(driver_version="580.95.05")
+    assert done["failed"] is True
+    assert done["msg"] == (
+        "guest 101: NVIDIA libraries are 570.124.06, the host's kernel module is 580.95.05: install 580.95.05 in the "
+        "guest (user space only, without the kernel module)"
+    )
+    assert commands(box) == ["start"]
+
+
+def test_a_mapped_guest_that_cannot_open_for_the_mode_is_told_what_to_do(box, live):
+    box.converge()
+    box.host["/dev/nvidia-uvm"][2] = "0660"
+    box.write(host=box.host)
+    live()
+    nodes = {path: [row[0], row[1], row[2]] for path, row in box.host.items()}
+    box.guest(nodes=nodes, answer={"privileged": False})
+    done = live()
+    assert "/dev/nvidia-uvm opens for root and not for user specrig (EACCES, mode 0660)" in done["msg"]
+    assert "its ids are mapped, so the host's root is nobody in it: use devN lines with mode=0666" in done["msg"]
+    assert commands(box) == ["start"]
+
+
+def test_a_device_that_a_foreign_line_hands_over_is_never_revoked(box, live, monkeypatch):
+    # A driver with a major of the dynamic range that an operator gave the guest on purpose.
+    box.config.write_text("dev5: /dev/kfd\n" + box.config.read_text())
+    box.host["/dev/kfd"] = [238, 0, "0666"]
+    box.write(host=box.host)
+    box.converge(nodes=[node for node in box.nodes if node["path"] != "/dev/kfd"])
+    module = box.module("guest_devices")
+    real = os.stat
+
+    def stat(path: Any, *arguments: Any, **more: Any) -> Any:
+        if path == "/dev/kfd":
+            return os.stat_result((0o020666, 0, 0, 1, 0, 0, 0, 0, 0, 0), {"st_rdev": os.makedev(238, 0)})
+        return real(path, *arguments, **more)
+
+    monkeypatch.setattr(module.os, "stat", stat)
+    wanted = [node for node in box.nodes if node["path"] != "/dev/kfd"]
+    live(nodes=wanted)
+    done = live(nodes=wanted)
+    assert (done["changed"], "c 238:0 rw" in box.guest()["rules"]) == (False, True)
+
+
+def test_a_guest_that_is_not_there_is_one_line(box, live):
+    box.config.unlink()
+    done = live()
+    assert done["failed"] is True
+    assert done["msg"].startswith(
+        "the host has no guest '101' (Configuration file 'nodes/pve/lxc/101.conf' does not exist"
+    )
