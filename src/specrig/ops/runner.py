@@ -88,6 +88,8 @@ def environment() -> dict[str, str]:
         "ANSIBLE_CONFIG": str(root / "ansible.cfg"),
         "ANSIBLE_COLLECTIONS_PATH": str(root / ".collections" if checkout() else root.parents[2]),
         "ANSIBLE_CALLBACKS_ENABLED": "specrig.host.journal",
+        # Its child ends when it does, also by kill -9.
+        "SPECRIG_DRIVER": str(os.getpid()),
         "ANSIBLE_FORCE_COLOR": "1" if sys.stdout.isatty() and "NO_COLOR" not in os.environ else "0",
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
     }
@@ -126,11 +128,18 @@ def run_playbook(
         import ansible_runner
     except ImportError:
         raise UsageError("ansible-runner is not installed here; install specrig[ops]") from None
+    try:
+        here = str(Path.cwd())
+    except FileNotFoundError:
+        raise UsageError("the current folder is not there any more; change to one that is") from None
     result = PlayResult()
+    nobody: list[bool] = []
     started = time.monotonic()
 
     def handle(event: dict[str, Any]) -> bool:
         _collect(event, result)
+        if event.get("event") == "playbook_on_stats":
+            nobody.append(not (event.get("event_data") or {}).get("processed"))
         if on_event is not None:
             on_event(event)
         return False  # nothing is kept on disk: a result may hold what no_log hid elsewhere
@@ -138,7 +147,7 @@ def run_playbook(
     with tempfile.TemporaryDirectory(prefix="specrig-") as scratch, _Interrupts() as interrupts:
         runner = ansible_runner.run(
             private_data_dir=scratch,
-            project_dir=str(Path.cwd()),
+            project_dir=here,
             playbook=str(path),
             inventory=str(inventory),
             extravars=dict(extra or {}),
@@ -150,6 +159,12 @@ def run_playbook(
             settings={"suppress_env_files": False, "pexpect_timeout": 1},
         )
         result.interrupted = interrupts.count > 0
+    if any(nobody) and not result.failures and not result.interrupted:
+        # Ansible calls a play without hosts a success; a recovery of nothing is none.
+        raise UsageError(
+            f"{inventory}: names no host that {playbook} works on, so nothing was done; expected hosts in the groups "
+            "gpu_hosts and gpu_guests, and a --limit that keeps them"
+        )
     result.rc = int(runner.rc if runner.rc is not None else 1)
     if result.interrupted and result.rc == 0:
         result.interrupted = False
