@@ -9,8 +9,8 @@ module: collect_run
 short_description: Bring a run folder from a guest to the controller
 description:
   - The folder is packed on the remote side, streamed, and unpacked into O(dest). Regular files and folders below the
-    run folder are taken; anything else in the archive (a link, a device, a path that leads elsewhere) ends the task with
-    nothing unpacked. Files are replaced one by one by rename, so an interrupted collection leaves whole files.
+    run folder are taken; anything else in the archive (a link, a device, a path that leads elsewhere) ends the task
+    with nothing unpacked. Files are replaced one by one by rename, so an interrupted collection leaves whole files.
 options:
   src:
     description: The run folder on the remote side.
