@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import guestconf, numa, procfs, smi, topo
+from . import guestconf, numa, pci, procfs, smi, topo
 from .text import clean
 
 
@@ -158,6 +158,31 @@ def _listing(text: str) -> dict[str, Any]:
     return {"kind": "dev-listing", "nodes": nodes, "majors": majors, "problems": problems}
 
 
+def _p2p(text: str) -> dict[str, Any]:
+    pairs = pci.parse_p2p(text)
+    bad: dict[str, list[str]] = {}
+    for pair, word in pairs.items():
+        if word in pci.P2P_WORDS:
+            bad.setdefault(word, []).append(pair)
+    problems = [
+        "no peer-to-peer between %s: %s" % (", ".join(found), pci.P2P_WORDS[word])
+        for word, found in sorted(bad.items())
+    ]
+    return {"kind": "p2p", "gpus": [], "p2p": pairs, "problems": problems}
+
+
+def _cmdline(text: str) -> dict[str, Any]:
+    found = pci.flags(text.strip()) or {}
+    around = {"iommu": {"enabled": None, "gpus": []}, "acs": {"redirecting": None, "bridges": {}}, "flags": found}
+    return {"kind": "kernel-cmdline", "gpus": [], "flags": found, "problems": pci.notes(around, None, [{}, {}])}
+
+
+def _is_cmdline(lines: list[str]) -> bool:
+    starts = ("BOOT_IMAGE=", "root=", "initrd=", "console=", "iommu=", "intel_iommu=", "amd_iommu=")
+    words = " ".join(lines).split()
+    return len([line for line in lines if line.strip()]) == 1 and any(word.startswith(starts) for word in words)
+
+
 def _version(text: str) -> dict[str, Any]:
     facts = procfs.parse_version(text)
     return {"kind": "driver-version", "driver": facts, "problems": []}
@@ -183,6 +208,7 @@ def explain(text: str, name: str = "") -> dict[str, Any]:
     kinds = (
         (any(line.strip() in ("Character devices:", "Block devices:") for line in lines), _devices),
         (topo.is_topo(plain), _topo),
+        (any("GPU0" in line for line in lines), _p2p),
         (any(line.startswith("NVRM version:") for line in lines), _version),
         (any(line.startswith("Bus Location:") for line in lines), _information),
         (smi.is_q(plain), lambda t: dict(smi.parse_q(t), kind="smi-q")),
@@ -190,6 +216,7 @@ def explain(text: str, name: str = "") -> dict[str, Any]:
         (smi.looks_like_csv(plain), _smi_csv),
         (smi.failure(plain) is not None, lambda t: {"kind": "smi-csv", "gpus": [], "problems": [smi.failure(t)]}),
         (any(line[:1] in "cb" and "/dev/" in line for line in lines), _listing),
+        (_is_cmdline(lines), _cmdline),
         (True, _numa),
         (True, _config),
     )
@@ -200,7 +227,7 @@ def explain(text: str, name: str = "") -> dict[str, Any]:
             except ValueError:
                 continue
     raise NotRecognised(
-        "%snot recognised; expected the output of nvidia-smi (topo -m, -q, -L, CSV), numactl -H or lscpu, "
-        "/proc/devices, /proc/driver/nvidia/*, ls -l /dev/nvidia*, or a guest config; the first line is %r"
-        % (label, next(line for line in lines if line.strip())[:60])
+        "%snot recognised; expected the output of nvidia-smi (topo -m, topo -p2p, -q, -L, CSV), numactl -H or lscpu, "
+        "/proc/devices, /proc/cmdline, /proc/driver/nvidia/*, ls -l /dev/nvidia*, or a guest config; the first line "
+        "is %r" % (label, next(line for line in lines if line.strip())[:60])
     )

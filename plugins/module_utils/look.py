@@ -249,18 +249,19 @@ def _node_problems(seen: list[Facts], majors: dict[str, int | None]) -> list[str
     problems = []
     for node in seen:
         name = node["path"]
-        if node["kind"] == "missing":
-            problems.append("%s is missing" % name)
-            continue
-        if node["kind"] != "char":
-            problems.append("%s is a %s, expected a character device" % (name, node["kind"]))
-            continue
         driver = "nvidia"
         if name.startswith("/dev/nvidia-uvm"):
             driver = "nvidia-uvm"
         elif name.startswith("/dev/nvidia-caps"):
             driver = "nvidia-caps"
-        elif not re.match(r"^/dev/nvidia(?:ctl|-modeset|\d+)$", name):
+        if node["kind"] == "missing":
+            if majors.get(driver) is not None:
+                problems.append("%s is missing" % name)
+            continue
+        if node["kind"] != "char":
+            problems.append("%s is a %s, expected a character device" % (name, node["kind"]))
+            continue
+        if driver == "nvidia" and not re.match(r"^/dev/nvidia(?:ctl|-modeset|\d+)$", name):
             continue
         live = majors.get(driver)
         if live is not None and node["major"] != live:

@@ -70,7 +70,8 @@ def no_module(release, kernels):
     others = "there is one for %s; " % ", ".join(kernels) if kernels else ""
     return (
         "kernel %s has no module of it (DKMS did not build one): %ssee 'dkms status', install this kernel's headers "
-        "and run 'dkms autoinstall -k %s'%s" % (release, others, release, ", or boot the other kernel" if kernels else "")
+        "and run 'dkms autoinstall -k %s'%s"
+        % (release, others, release, ", or boot the other kernel" if kernels else "")
     )
 
 
@@ -92,7 +93,7 @@ def cannot_load(name, said, release, kernels, modules=(), drivers=None):
     if "key was rejected" in words or "required key not available" in words:
         return start + "Secure Boot refuses its signature; enroll its key (mokutil --import) or turn Secure Boot off"
     if missing:
-        return start + missing
+        return "the module %s does not load: %s" % (name, missing)
     if "nouveau" in modules:
         return start + "nouveau holds the GPUs; blacklist it, update the initramfs and reboot"
     if held:

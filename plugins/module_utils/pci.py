@@ -38,6 +38,8 @@ P2P_WORDS = {
     "NS": "not supported",
 }
 
+_P2P_CELLS = {"X", "OK", "U", "N/A", *P2P_WORDS}
+
 
 def flags(cmdline: str | None) -> dict[str, str] | None:
     """Return the flags of a kernel command line that bear on PCI traffic; a flag without a value is "".
@@ -122,18 +124,26 @@ def parse_p2p(text: str) -> dict[str, str]:
         ValueError: where it has no header that names GPUs, or no row.
     """
     names: list[str] | None = None
+    rows = 0
     pairs: dict[str, str] = {}
     for line in text.split("\n"):
         words = line.split()
         if words and all(re.match(r"^GPU\d+$", word) for word in words) and names is None:
             names = words
-        elif names and words and words[0] in names and words.count("X") == 1:
+        elif (
+            names
+            and words
+            and words[0] in names
+            and words.count("X") == 1
+            and all(word in _P2P_CELLS for word in words[1:])
+        ):
+            rows += 1
             for name, cell in zip(names, words[1:]):  # noqa: B905 (strict= needs Python 3.10)
                 if cell != "X" and name != words[0]:
                     one, two = sorted((int(words[0][3:]), int(name[3:])))
                     key = "%d-%d" % (one, two)
                     pairs[key] = cell if pairs.get(key, "OK") == "OK" else pairs[key]
-    if names is None or (len(names) > 1 and not pairs):
+    if names is None or not rows:
         raise ValueError("not the output of nvidia-smi topo -p2p: no header of GPUs with a row of X and OK, CNS, ...")
     return pairs
 

@@ -23,7 +23,11 @@ def _header(lines: list[str]) -> tuple[int, list[str], list[str]] | None:
         flat = " ".join(words)
         first = min((flat.find(column) for column in _COLUMNS if column in flat), default=len(flat))
         names = flat[:first].split()
-        if first < len(flat) and all(re.match(r"^[A-Za-z][\w.:-]*$", name) for name in names):
+        if not all(re.match(r"^[A-Za-z][\w.:-]*$", name) for name in names):
+            continue
+        row = next((line.split() for line in lines[number + 1 :] if line.strip()), [])
+        bare = len(row) > 1 and row[0] == names[0] and all(_LINK.match(cell) for cell in row[1:])
+        if first < len(flat) or bare:
             return number, names, [column for column in _COLUMNS if column in flat]
     return None
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specrig.errors import GateError, UsageError
-from specrig.facts import cpulist, explain, look, numa, placement
+from specrig.facts import cpulist, explain, gpusettings, look, numa, placement
 
 _LARGEST = 16 << 20
 
@@ -172,9 +172,55 @@ def topology_text(name: str, facts: dict[str, Any], group: dict[str, Any] | None
         )
     elif group:
         lines.append(str(group["refused"]))
+    lines += _settings(facts["gpus"]) + _versions(facts) + _between(facts)
     lines += [f"problem: {text}" for text in facts.get("problems") or []]
-    lines += [f"unknown: {probe}: {reason}" for probe, reason in (facts.get("unknown") or {}).items()]
+    lines += [f"note: {text}" for text in facts.get("notes") or []]
+    reasons: dict[str, list[str]] = {}
+    for probe, reason in (facts.get("unknown") or {}).items():
+        reasons.setdefault(reason, []).append(probe)
+    lines += [f"unknown: {', '.join(probes)}: {reason}" for reason, probes in reasons.items()]
     return "\n".join(lines)
+
+
+def _settings(gpus: list[dict[str, Any]]) -> list[str]:
+    """Persistence, power limits and clock locks, GPUs with the same ones together."""
+    same: dict[str, list[int]] = {}
+    for gpu in gpus:
+        if gpu.get("persistence") is None and gpu.get("power_limit_w") is None:
+            continue
+        words = [
+            gpusettings.text("persistence", gpu["persistence"]),
+            gpusettings.text("power_limit_w", gpu["power_limit_w"]),
+            gpusettings.text("lock_clocks_mhz", gpu.get("clock_lock_mhz")),
+        ]
+        same.setdefault(", ".join(words), []).append(gpu["index"])
+    return [f"{placement.gpus_text(indices)}: {words}" for words, indices in same.items()]
+
+
+def _versions(facts: dict[str, Any]) -> list[str]:
+    """The driver's versions in module, host and guests."""
+    driver = facts.get("driver")
+    if not driver:
+        return []
+    words = [f"module {_cell(driver['module_version'])} ({_cell(driver['flavor'])})"]
+    words.append(f"library of the host {_cell(driver['library_version'])}")
+    words += [f"of guest {guest['name']} {_cell(guest.get('library_version'))}" for guest in facts.get("guests") or []]
+    return ["driver: " + ", ".join(words)]
+
+
+def _between(facts: dict[str, Any]) -> list[str]:
+    """What lies between the GPUs: IOMMU, ACS, peer-to-peer."""
+    around = facts.get("pci")
+    if not around:
+        return []
+    kinds = sorted({row["type"] for row in around["iommu"]["gpus"] if row["type"]})
+    iommu = {None: "unknown", False: "off", True: "on"}[around["iommu"]["enabled"]]
+    redirecting = around["acs"]["redirecting"]
+    acs = "unknown" if redirecting is None else f"redirects at {len(redirecting)} bridges" if redirecting else "off"
+    pairs = facts.get("p2p")
+    p2p = "unknown" if pairs is None else f"{list(pairs.values()).count('OK')} of {len(pairs)} pairs"
+    iommu += f" ({', '.join(kinds)})" if kinds else ""
+    return [f"between GPUs: IOMMU {iommu}, ACS {acs}, peer-to-peer {p2p}"]
 
 
 def facts_text(facts: dict[str, Any]) -> str:
@@ -203,6 +249,13 @@ def facts_text(facts: dict[str, Any]) -> str:
         lines.append(f"{node['path']}: {node['kind']} {node['major']}:{node['minor']} mode {node['mode']}")
     for process in facts.get("processes") or []:
         lines.append(f"process {process['pid']}: {_cell(process['name'])} on {_cell(process['gpu_uuid'])}")
+    for pair, word in (facts.get("p2p") or {}).items():
+        if word != "OK":
+            lines.append(f"GPUs {pair}: no peer-to-peer ({word})")
+    if facts.get("kind") == "p2p":
+        lines.append(f"peer-to-peer: {list(facts['p2p'].values()).count('OK')} of {len(facts['p2p'])} pairs")
+    for key, value in (facts.get("flags") or {}).items():
+        lines.append(f"kernel flag: {key}{'=' if value else ''}{value}")
     driver = facts.get("driver")
     if driver:
         lines.append(f"driver: {_cell(driver['module_version'])} ({_cell(driver['flavor'])} kernel module)")

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     again.add_argument(
         "--driver",
-        choices=("all", "no-uvm", "none"),
+        choices=("all", "no-uvm", "none", "no-module"),
         default="all",
         help="what is loaded before the guest starts: all (default), all but nvidia-uvm, or nothing; "
         "no-module: this kernel has none, so that nothing can load it",
