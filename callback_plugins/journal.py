@@ -302,7 +302,7 @@ class CallbackModule(CallbackBase):
 
     @staticmethod
     def _end_with_the_driver():
-        """A driver that is killed outright passes nothing on: the kernel does, else this play would go on for nobody."""
+        """A driver that is killed outright passes nothing on; the kernel does, else this play went on for nobody."""
         driver = os.environ.get("SPECRIG_DRIVER")
         if driver != str(os.getppid()):
             return

@@ -127,7 +127,9 @@ def describe(plan, decision):
         )
     ]
     width = plan.get("expected_ci_width")
-    if width:
+    if width and width["most"] >= 1:
+        lines.append("expected interval of a speed-up: wider than +-100 %; more launches or requests narrow it")
+    elif width:
         lines.append(
             "expected interval of a speed-up: +-%.0f %% to +-%.0f %%" % (100 * width["least"], 100 * width["most"])
         )
