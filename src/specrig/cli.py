@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -70,7 +72,56 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 ok, 1 a gate or a regression failed or a cell does not fit, 2 usage or bad input,
         130 interrupted.
     """
+    _mend_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
+    name = arguments[0] if arguments and arguments[0] in COMMANDS else ""
+    try:
+        code = _command(arguments)
+        sys.stdout.flush()
+    except SpecrigError as error:
+        _complain(name, error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        _complain(name, "interrupted")
+        return 130
+    except BrokenPipeError:
+        _silence_stdout()
+        return 141
+    except OSError as error:
+        # What no command foresaw: a path that the system refuses, a disk that is full. Never a traceback.
+        _silence_stdout()
+        what = f"{error.filename!r}: " if error.filename else ""
+        _complain(name, f"{what}{error.strerror or error}; correct the path or the file system and run it again")
+        return 2 if error.filename else 1
+    return code
+
+
+def _mend_streams() -> None:
+    """Have three open standard streams, none of which fails at a character that it can't show."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, so that no file of ours becomes it
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def _silence_stdout() -> None:
+    """Let nothing be written at the interpreter's end to an output that is closed or full."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def _complain(name: str, what: object) -> None:
+    with contextlib.suppress(OSError):
+        print(f"specrig {name}: {what}" if name else f"specrig: {what}", file=sys.stderr, flush=True)
+
+
+def _command(arguments: list[str]) -> int:
+    """Find the subcommand, parse its arguments, run it."""
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_overview(), end="")
         return 0 if arguments else 2
@@ -90,19 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _Parser(prog=f"specrig {name}", description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
     parser.set_defaults(command=name)
     module.add_arguments(parser)
-    try:
-        code = int(module.run(parser.parse_args(arguments)) or 0)
-        sys.stdout.flush()
-    except SpecrigError as error:
-        print(f"specrig {name}: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print(f"specrig {name}: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    return code
+    return int(module.run(parser.parse_args(arguments)) or 0)
 
 
 if __name__ == "__main__":

@@ -135,6 +135,13 @@ def test_a_run_is_journaled_and_its_reports_collected(root: Path, here: Path, tm
     assert list(tmp_path.glob("specrig-*")) == []
 
 
+def test_an_inventory_without_a_host_of_ours_is_bad_input_and_no_success(root: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "hosts.yml"
+    empty.write_text("all: {hosts: {}}\n")
+    with pytest.raises(UsageError, match="names no host that tiny works on, so nothing was done"):
+        runner.run_playbook("tiny", empty, quiet=True)
+
+
 def test_a_failed_task_is_a_line_and_no_exception(root: Path, here: Path, tmp_path: Path) -> None:
     result = runner.run_playbook("tiny", here, {"broken": True}, quiet=True)
     assert result.rc == 2

@@ -204,3 +204,19 @@ def test_a_killed_writer_leaves_whole_lines(tmp_path: Path) -> None:
     assert [entry["index"] for entry in records] == list(range(len(records)))
     assert len(records) >= 50
     assert not RunFolder.open(tmp_path / "r").locked()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"run": 5}, {"label": None}, {"launches": {"a": 1}}, {"cells": "x"}, {"skipped": [7]}, {"created_at": None}],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_damaged_manifest_is_one_line(tmp_path: Path, damage: dict[str, object]) -> None:
+    RunFolder.create(tmp_path / "r", {})
+    file = tmp_path / "r" / "manifest.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **damage}))
+    with pytest.raises(UsageError, match=f"manifest.json: {next(iter(damage))} .*damaged"):
+        RunFolder.open(tmp_path / "r")
+    file.write_text('{"schema": 1}')
+    with pytest.raises(UsageError, match="run is NoneType, expected str"):
+        RunFolder.open(tmp_path / "r")

@@ -99,9 +99,12 @@ def read_text(path: Path) -> str:
             raise UsageError(f"{path}: is a folder; expected a YAML file")
         if path.is_file() and path.stat().st_size > MAX_BYTES:
             raise UsageError(f"{path}: {path.stat().st_size} bytes; expected a YAML file of at most {MAX_BYTES} bytes")
-        data = path.read_bytes()
+        with path.open("rb") as stream:
+            data = stream.read(MAX_BYTES + 1)  # of a device or a pipe too, whose size nothing tells
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from None
+    if len(data) > MAX_BYTES:
+        raise UsageError(f"{path}: no end after {MAX_BYTES} bytes; expected a YAML file of at most that")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -24,6 +24,9 @@ SCHEMA = 1
 FINAL_STATES = frozenset({"done", "invalid", "skipped"})
 """Cell states that ``--resume`` leaves alone: measured, measured and found invalid, or cannot fit."""
 
+_SHAPE = {"run": str, "created_at": str, "label": str, "launches": list, "cells": list, "skipped": list}
+"""What every manifest has; :meth:`RunFolder.create` fills it in."""
+
 __all__ = ["FINAL_STATES", "SCHEMA", "RunFolder", "WriteError", "is_run_folder", "utc_now"]
 
 
@@ -131,6 +134,15 @@ class RunFolder:
             raise UsageError(f"{file}: not a manifest: {error}") from error
         if manifest.get("schema") != SCHEMA:
             raise UsageError(f"{file}: schema {manifest.get('schema')!r}, this version reads {SCHEMA}")
+        for name, kind in _SHAPE.items():
+            if not isinstance(manifest.get(name), kind):
+                raise UsageError(
+                    f"{file}: {name} is {type(manifest.get(name)).__name__}, expected {kind.__name__}; "
+                    "this is no manifest of a run, or a damaged one"
+                )
+        for name in ("launches", "cells", "skipped"):
+            if not all(isinstance(item, dict) for item in manifest[name]):
+                raise UsageError(f"{file}: {name} holds something else than objects; the manifest is damaged")
         return manifest
 
     # -- what it holds ------------------------------------------------------------------------------------------

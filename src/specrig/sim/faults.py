@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -127,7 +128,9 @@ def parse(texts: Iterable[str]) -> Faults:
                 try:
                     arg = float(given)
                 except ValueError:
-                    raise UsageError(f"the fault {name} takes a number; got {given!r}") from None
+                    arg = math.nan
+                if not math.isfinite(arg):
+                    raise UsageError(f"the fault {name} takes a number; got {given!r}")
             else:
                 arg = given
         only = None

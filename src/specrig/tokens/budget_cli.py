@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from specrig.tokens.budget import Budget, Limits, Repetition
     from specrig.tokens.tokenizer import Tokenizer
 
+_LARGEST_TEXT = 64 << 20
+
 
 def _counts(text: str) -> tuple[int, ...]:
     try:
@@ -106,9 +108,14 @@ def _text(path: str) -> str:
     from specrig.errors import UsageError
 
     try:
-        return Path(path).read_text(encoding="utf-8")
+        with Path(path).open("rb") as stream:
+            data = stream.read(_LARGEST_TEXT + 1)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from None
+    if len(data) > _LARGEST_TEXT:
+        raise UsageError(f"{path}: over {_LARGEST_TEXT >> 20} MiB; expected a text that some context could hold")
+    try:
+        return data.decode("utf-8")
     except UnicodeDecodeError:
         raise UsageError(f"{path}: is not UTF-8; save it as UTF-8") from None
 
