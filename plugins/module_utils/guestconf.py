@@ -366,6 +366,19 @@ def dev_problems(facts: dict[str, Any]) -> list[str]:
     return problems
 
 
+def nesting_note(facts: dict[str, Any]) -> str | None:
+    """Return what an unprivileged guest of Proxmox VE without nesting may run into, or None."""
+    if facts["style"] != "pve" or not facts["unprivileged"]:
+        return None
+    features = [value for key, value in facts["entries"] if key == "features"][-1:]
+    if any(re.search(r"(?:^|,)nesting=1(?:,|$)", value) for value in features):
+        return None
+    return (
+        "unprivileged and without nesting: systemd units with sandboxing, the servers' among them, may end with"
+        " 226/NAMESPACE in it; then set its feature nesting=1 and restart it"
+    )
+
+
 def pve_has_dev(text: str) -> bool | None:
     """Tell whether the Proxmox VE of an output of ``pveversion`` knows devN (8.2 and later); None if it names none."""
     match = re.search(r"pve-manager/(\d+)\.(\d+)", text)

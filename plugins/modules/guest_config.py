@@ -351,6 +351,7 @@ def converge(module, name, kind, path, state_path):
         if changed or sorted(mine) != sorted(set(recorded)):
             write_state(state_path, name, sorted(mine))
     problems = ["guest %s: %s" % (name, text) for text in explain.config_problems(facts)]
+    notes = ["guest %s: %s" % (name, text) for text in (note, guestconf.nesting_note(facts)) if text]
     texts = []
     for what, pairs in (("added", report["added"]), ("removed", report["removed"] + report["healed"])):
         if pairs:
@@ -370,7 +371,7 @@ def converge(module, name, kind, path, state_path):
         "stale": [rule for rule in facts["device_rules"] if rule["stale"]],
         "v1_keys": facts["v1_keys"],
         "diff": {"before_header": path, "after_header": path, "before": before, "after": after},
-        "specrig": {"found": problems, "changed": texts, "notes": ["guest %s: %s" % (name, note)] if note else []},
+        "specrig": {"found": problems, "changed": texts, "notes": notes},
     }
 
 

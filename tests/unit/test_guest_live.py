@@ -44,6 +44,44 @@ def test_a_node_in_the_guest_is_judged_by_what_its_open_gives(seen, simulated, s
     assert words is None or words in wrong
 
 
+def test_the_error_of_an_open_tells_a_device_rule_from_a_mode():
+    mapped = node(errno=errno.EACCES, mode="0660", uid=guestlive.NOBODY)
+    assert guestlive.judge_node(UVM, mapped, "specrig", True)[1] == (
+        "opens for nobody in the guest but its owner (EACCES, mode 0660, owner nobody, an id that the guest does not "
+        "have)"
+    )
+
+
+def test_a_node_of_the_guest_s_own_is_measured_against_the_host_s():
+    assert guestlive.narrow(node(mode="0600", user_errno=errno.EACCES), 0o666) == ("has mode 0600, the host's has 0666")
+    # Open all the same (by a group, say), or as narrow as the host's own: showing the host's node changes nothing.
+    assert guestlive.narrow(node(mode="0600", user_errno=0), 0o666) is None
+    assert guestlive.narrow(node(mode="0660", user_errno=errno.EACCES), 0o660) is None
+
+
+@pytest.mark.parametrize(
+    ("driver", "library", "wrong"),
+    [
+        ("580.95.05", "580.95.05", False),
+        ("580.95.05", "580.82.07", True),
+        ("580.95.05", None, False),
+        (None, "580.95.05", False),
+    ],
+)
+def test_versions_have_to_be_the_same_and_unknown_is_not_wrong(driver, library, wrong):
+    said = guestlive.versions(driver, library)
+    assert (said is not None) is wrong
+    assert said is None or "install 580.95.05 in the guest" in said
+
+
+def test_what_opens_nodes_that_are_too_narrow_depends_on_the_guest():
+    rows = [node(user_errno=errno.EACCES)]
+    assert guestlive.mode_hint([node()], False, True) is None
+    assert guestlive.mode_hint(rows, True, True) == 'set gpu_host_node_mode "0666" on the host'
+    assert "devN lines with mode=0666" in str(guestlive.mode_hint(rows, False, True))
+    assert "devN" not in str(guestlive.mode_hint(rows, False, False))
+
+
 def test_leftovers_are_what_neither_we_nor_the_config_call_for():
     permitted = {(511, 0), (195, 0), (510, 0), (510, 1), (226, 0), (508, 3)}
     assert guestlive.excess(permitted, [UVM, GPU], ["c 226:* rwm", "c 508:* r"]) == [(508, 3), (510, 0), (510, 1)]

@@ -156,6 +156,23 @@ def test_the_version_that_has_devices_is_told(said, known):
     assert guestconf.pve_has_dev(said) is known
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("unprivileged: 1\n", True),
+        ("unprivileged: 1\nfeatures: keyctl=1\n", True),
+        ("unprivileged: 1\nfeatures: keyctl=1,nesting=1\n", False),
+        ("unprivileged: 1\narch: amd64\n\n[snap]\nfeatures: nesting=1\n", True),
+        ("unprivileged: 0\n", False),
+        ("arch: amd64\n", False),
+    ],
+)
+def test_an_unprivileged_guest_without_nesting_is_told_what_that_may_break(text, said):
+    note = guestconf.nesting_note(guestconf.parse(text, "pve"))
+    assert (note is not None) is said
+    assert note is None or "226/NAMESPACE" in note
+
+
 # Any config, any number of rounds through Proxmox VE.
 
 WANTED = [("lxc.cgroup2.devices.allow", "c 508:0 rw"), ("lxc.mount.entry", "/srv/ram srv/models none bind,ro 0 0")]
@@ -497,7 +514,7 @@ def live(box, monkeypatch):
         box.guest(nodes={**box.guest()["nodes"], target: box.host[source]})
         return None
 
-    def run(_guest: Any, *argv: str) -> tuple[int, str, str]:
+    def run(_guest: Any, *argv: str, **_limit: int) -> tuple[int, str, str]:
         """The stand-in without a process of its own: a test asks it some thirty times."""
         out = io.StringIO()
         try:
