@@ -74,3 +74,15 @@ def test_the_screen_counts_cells_and_names_those_that_are_not_done(journal: Any)
     ]
     assert journal._cell_lines(rows) == ["2 done, 1 invalid", "b tp1: invalid the client did not keep up"]
     assert journal._cell_lines([]) == []
+
+
+def test_steps_are_journaled_and_what_was_stopped_serves_nowhere(journal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = journal.CallbackModule()
+    monkeypatch.setattr(screen, "_write", lambda *_words, **_more: None)
+    row = {"profile": "tp1", "status": "serving"}
+    told = screen._collect([{"specrig": {"steps": ["started tp1"], "serving": [row]}}], "guest")
+    assert told == ["started tp1"]
+    assert screen._collected["changed"] == []
+    assert screen._collected["serving"] == [(("guest", "tp1"), row)]
+    screen._collect([{"specrig": {"serving": [{"profile": "tp1", "status": "stopped"}]}}], "guest")
+    assert screen._collected["serving"] == []
