@@ -20,6 +20,18 @@ def guest_gpus(look, guest, nodes=None, given=None):
     return placement.guest_gpus(look or {}, guest, nodes or None, given or None)
 
 
+def placement_record(plan, profiles, look, guest):
+    """What the host is to remember of this guest's placement, or nothing where it does; see ``placement.record``."""
+    before = placement.recorded(look or {}, guest)
+    after = placement.record(plan or {}, dict(profiles), before)
+    return {} if after == before else after
+
+
+def misplaced(plan, look, guest=None):
+    """Profiles whose ranks are on other GPUs than planned, each with a line; see ``placement.misplaced``."""
+    return placement.misplaced(plan or {}, look or {}, guest)
+
+
 def guest_nodes(nodes, look, given=None):
     """The nodes that belong in a guest that is given these GPUs; see ``placement.nodes_for_guest``."""
     try:
@@ -55,6 +67,8 @@ class FilterModule:
             "plan_placement": plan_placement,
             "guest_gpus": guest_gpus,
             "guest_nodes": guest_nodes,
+            "misplaced": misplaced,
+            "placement_record": placement_record,
             "engine_command": engine_command,
             "resolve_method": resolve_method,
             "verify_placement": verify_placement,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from typing import Any, Dict
 
-from . import cpulist, gpusettings, nodes, numa, pci, procfs, smi, topo
+from . import cpulist, gpusettings, nodes, numa, pci, placement, procfs, smi, topo
 from .text import clean
 
 Facts = Dict[str, Any]
@@ -235,6 +235,7 @@ def _guests(raw: Facts, unknown: dict[str, str]) -> list[Facts]:
                 "init_pid": int(pid.group(1)) if pid else None,
                 "cgroup": path,
                 "nodes": facts.get("nodes"),
+                "placement": placement.parse_record(raw["files"].get(placement.RECORD % name)),
                 "library_version": (facts.get("libraries") or [None])[0]
                 if len(facts.get("libraries") or []) < 2
                 else None,

@@ -9,6 +9,7 @@ host sees on its GPUs. Neither ever makes up a NUMA node: where the host does no
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from typing import Any, Dict, Iterable, Sequence, Tuple
 
@@ -21,6 +22,8 @@ _UNKNOWN_LINK = 50
 _MOST_GROUPS = 20000
 _MOST_TRIALS = 5000
 _IDLE_MIB = 1024
+RECORD = "/var/lib/specrig/guests/%s.placement.json"
+"""On the host: where a guest's production profiles were put; %s is the guest's name."""
 _GPU_NODE = re.compile(r"^/dev/nvidia\d+$")
 
 
@@ -402,6 +405,9 @@ def plan(
     on the node where the fewest GPUs serve. ``gpus: auto`` takes the node with the fewest free suitable GPUs that still
     holds the group, and there the closest links. A group crosses nodes only with ``numa: span``.
 
+    A production profile stays where it was put (the guest's ``placement`` in the look) while that is still right, so
+    that a tool that is silent for once, or a stranger that came and went, moves no server.
+
     CPUs: each GPU of a node owns an equal slice of the node's cores and the load client one more, so that the CPUs of
     a profile do not change when another profile is added. With fewer cores than that, the profiles at hand and the
     client share them out; with fewer still, they share them all and ``notes`` says so.
@@ -417,12 +423,14 @@ def plan(
     Returns:
         dict: ``profiles`` (name to gpus, bus_ids, minors, guest_gpus as the guest counts, numa_nodes, cpus,
         memory_nodes, numa, memory_policy, cpus_shared, shared_with; cpus is None where the node is unknown),
-        ``refused`` (name to one line), ``client_cpus`` (list text, None where no CPU is known), ``notes``.
+        ``refused`` (name to one line), ``client_cpus`` (list text, None where no CPU is known), ``avoided``
+        (texts: GPUs that are sick or used by somebody else), ``notes``.
     """
     gpus = {gpu["index"]: gpu for gpu in look.get("gpus") or []}
     nodes = {index: gpu_node(gpu, look) for index, gpu in gpus.items()}
     links = _links(look)
     why_not = _unusable(look, profiles, guest)
+    avoided = [why_not[index] for index in sorted(why_not)]
     for index in reserved:
         why_not.setdefault(index, "GPU %d is reserved" % index)
     if guest_gpus is not None:
@@ -434,6 +442,7 @@ def plan(
     groups: dict[str, list[int]] = {}
     taken: dict[int, list[str]] = {}
     nothing = (look.get("unknown") or {}).get("gpus")
+    kept = recorded(look, guest)
 
     def attempt(name: str, free: set[int], reasons: dict[int, str], disturbed: dict[int | None, int]) -> None:
         profile = profiles[name]
@@ -449,7 +458,9 @@ def plan(
         others, line = _sharing(name, profiles)
         if line is None and others:
             free, line = _shareable(name, profile, others, groups, taken, free)
-        if line is None:
+        if line is None and _still_right(profile, kept.get(name), gpus, nodes, free):
+            groups[name] = _group_of(kept[name], gpus)
+        elif line is None:
             group, line = _choose(name, profile, gpus, nodes, free, reasons, links, disturbed)
             if group is not None:
                 groups[name] = group
@@ -457,7 +468,7 @@ def plan(
             refused[name] = line
 
     serving = [name for name, profile in profiles.items() if isinstance(profile, dict) and profile.get("serve")]
-    serving.sort(key=lambda name: (bool(profiles[name].get("shared_with")), _is_auto(profiles[name])))
+    serving.sort(key=lambda name: (bool(profiles[name].get("shared_with")), _is_auto(profiles[name]), name not in kept))
     for name in serving:
         reasons = dict(why_not)
         reasons.update({i: "GPU %d is planned for %s" % (i, " and ".join(names)) for i, names in taken.items()})
@@ -510,12 +521,69 @@ def plan(
         "profiles": {name: planned[name] for name in profiles if name in planned},
         "refused": {name: refused[name] for name in profiles if name in refused},
         "client_cpus": client,
+        "avoided": avoided,
         "notes": notes,
     }
 
 
 def _is_auto(profile: Facts) -> bool:
     return profile.get("gpus", "auto") in ("auto", None)
+
+
+def parse_record(text: str | None) -> dict[str, list[str]]:
+    """Return {profile: bus ids of its GPUs} of a guest's record; empty where there is none or it is none."""
+    try:
+        record = json.loads(text or "{}")
+    except ValueError:
+        return {}
+    if not isinstance(record, dict):
+        return {}
+    return {
+        name: list(buses)
+        for name, buses in record.items()
+        if isinstance(buses, list) and all(isinstance(bus, str) for bus in buses)
+    }
+
+
+def record(plan: Facts, profiles: dict[str, Any], before: dict[str, list[str]] | None = None) -> dict[str, list[str]]:
+    """Return what is to be remembered of a plan: where the production profiles with ``gpus: auto`` are.
+
+    A profile that could not be placed this time keeps the place that it had before.
+    """
+    result = {name: buses for name, buses in (before or {}).items() if name in profiles}
+    for name, row in (plan.get("profiles") or {}).items():
+        profile = profiles.get(name)
+        if not (isinstance(profile, dict) and profile.get("serve")):
+            continue
+        if _is_auto(profile) and not profile.get("shared_with") and None not in row["bus_ids"]:
+            result[name] = row["bus_ids"]
+        else:
+            result.pop(name, None)
+    return result
+
+
+def recorded(look: Facts, guest: str | None) -> dict[str, list[str]]:
+    """Return where a guest's production profiles were put, as the look saw it: profile to bus ids."""
+    rows = [row for row in look.get("guests") or [] if guest is not None and str(row.get("name")) == str(guest)]
+    return (rows[0].get("placement") or {}) if rows else {}
+
+
+def _group_of(buses: Iterable[str], gpus: dict[int, Facts]) -> list[int]:
+    by_bus = {gpu.get("bus_id"): index for index, gpu in gpus.items()}
+    return sorted(by_bus[bus] for bus in buses if bus in by_bus)
+
+
+def _still_right(
+    profile: Facts, buses: list[str] | None, gpus: dict[int, Facts], nodes: dict[int, int | None], free: set[int]
+) -> bool:
+    """Tell whether a production profile may stay on the GPUs that it was put on."""
+    if not buses or not profile.get("serve") or not _is_auto(profile) or profile.get("shared_with"):
+        return False
+    group = _group_of(buses, gpus)
+    there = {nodes[index] for index in group}
+    if len(group) != len(buses) or profile.get("tp") != len(group) or not set(group) <= free:
+        return False
+    return len(group) == 1 or profile.get("numa") == "span" or (len(there) == 1 and None not in there)
 
 
 def _last_alone(serving: list[str], profiles: dict[str, Any]) -> str | None:
@@ -722,6 +790,17 @@ def verify(planned_profile: Facts | None, look: Facts, profile_name: str, guest:
         message += "; also on these GPUs: pid %s of somebody else" % ", ".join(str(pid) for pid in others)
     row["status"], row["message"] = status, "%s: %s" % (profile_name, message)
     return row
+
+
+def misplaced(plan: Facts, look: Facts, guest: str | None = None) -> dict[str, str]:
+    """Return {profile: one line} of the planned profiles whose ranks the host sees on other GPUs than planned."""
+    found = {}
+    for name, planned in (plan.get("profiles") or {}).items():
+        row = verify(planned, look, name, guest)
+        seen = row["seen"]["gpus"]
+        if row["status"] == "fail" and seen and seen != sorted(row["expected"]["gpus"]):
+            found[name] = "its ranks run on %s, planned %s" % (gpus_text(seen), gpus_text(row["expected"]["gpus"]))
+    return found
 
 
 def _judge(

@@ -19,7 +19,7 @@ import tempfile
 import time
 from typing import Any, Iterable, Sequence
 
-from . import gpusettings, pci, smi
+from . import gpusettings, pci, placement, smi
 
 GPU_FIELDS = (
     "index,uuid,pci.bus_id,name,memory.total,memory.used",
@@ -400,6 +400,7 @@ def gather(timeout_s: float = 5.0, guests: Sequence[str] | None = None) -> dict[
     guest_rows = {}
     for name, config in configs.items():
         keep(config["config"])
+        keep(placement.RECORD % name)
         pid = re.search(r"^PID:\s*(\d+)", results["guest:" + name]["out"], re.M)
         row = dict(config, cgroup=None, nodes=None, libraries=None)
         if pid:

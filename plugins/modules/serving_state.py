@@ -32,6 +32,10 @@ options:
     description: What the filter P(specrig.host.plan_placement#filter) planned.
     type: dict
     default: {}
+  misplaced:
+    description: Profiles whose ranks the host sees on other GPUs than planned, each with a line; they are restarted.
+    type: dict
+    default: {}
   look:
     description: What M(specrig.host.serving_look) saw; may be empty with V(stopped).
     type: dict
@@ -252,6 +256,7 @@ def main():
             "names": {"type": "list", "elements": "str", "default": []},
             "profiles": {"type": "dict", "required": True},
             "placement": {"type": "dict", "default": {}},
+            "misplaced": {"type": "dict", "default": {}},
             "look": {"type": "dict", "required": True},
             "settings": {"type": "dict", "required": True},
         },
@@ -280,6 +285,7 @@ def main():
     if problems and state != "present" and not module.check_mode:
         module.fail_json(msg="; ".join(problems), specrig={"found": problems})
     found += problems
+    notes += ["left alone: {0}".format(line) for line in params["placement"].get("avoided") or []]
 
     files = Files(module.check_mode)
     if state != "stopped":
@@ -294,6 +300,8 @@ def main():
     for name, plan in plans.items():
         action, reasons, unknown = serving.decide(plan, units.get(name), processes.get(name), True)
         notes += ["{0}: {1}".format(name, line) for line in unknown]
+        if action == "keep" and name in params["misplaced"] and (units.get(name) or {}).get("active") == "active":
+            action, reasons = "restart", [params["misplaced"][name]]
         if action in ("start", "restart"):
             (start if action == "start" else restart).append(name)
             found.append("{0}: {1}".format(name, "; ".join(reasons)))

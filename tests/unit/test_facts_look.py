@@ -112,6 +112,7 @@ def test_the_recorded_box(raw):
         "cgroup": "/lxc.payload.gpu/init.scope",
         "nodes": None,
         "library_version": None,
+        "placement": {},
     }
     assert facts["unknown"] == {"memory policy of node 1": "Invalid argument"}
     assert facts["problems"] == []

@@ -267,6 +267,70 @@ def test_a_profile_of_another_guest_is_foreign_though_its_name_is_the_same():
     assert "none of its processes is on any GPU" in row["message"]
 
 
+def test_production_stays_where_it_was_put_while_that_is_right():
+    profiles = {"chat": {"tp": 1, "serve": True}, "agent": {"tp": 2, "serve": True}, "tp1": {"tp": 1}}
+    facts = host(TARGET, links=PIX)
+    first = placement.plan(facts, profiles, guest="gpu")
+    assert gpus_of(first) == {"chat": [0], "agent": [2, 3], "tp1": [4]}
+    record = placement.record(first, profiles)
+    assert record == {"chat": ["0000:01:00.0"], "agent": ["0000:03:00.0", "0000:04:00.0"]}
+    facts["guests"] = [{"name": "gpu", "placement": record}]
+    # nvidia-smi is silent, so links are unknown: "agent" would go to 1,2, and a server that is right be restarted.
+    silent = {**facts, "links": {}, "unknown": {"links": "nvidia-smi did not answer within 5 s"}}
+    assert gpus_of(placement.plan({**silent, "guests": []}, profiles, guest="gpu"))["agent"] == [1, 2]
+    assert gpus_of(placement.plan(silent, profiles, guest="gpu")) == gpus_of(first)
+    # Nor does a profile that is declared before the others take their place.
+    added = placement.plan(facts, {"new": {"tp": 2, "serve": True}, **profiles}, guest="gpu")
+    assert gpus_of(added) == {"chat": [0], "agent": [2, 3], "new": [4, 5], "tp1": [6]}
+    # Another guest's record is not ours.
+    assert gpus_of(placement.plan(silent, profiles, guest="other"))["agent"] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("change", "agent"),
+    [
+        ({"tp": 1}, [0]),
+        ({"gpus": [4, 5]}, [4, 5]),
+        ({"sick": 3}, [0, 1]),
+        ({"stranger": 2}, [0, 1]),
+        ({"node": None}, [0, 1]),
+        ({}, [2, 3]),
+    ],
+)
+def test_a_place_that_is_not_right_any_more_is_planned_anew(change, agent):
+    facts = host(TARGET)
+    facts["guests"] = [{"name": "gpu", "placement": {"agent": ["0000:03:00.0", "0000:04:00.0"]}}]
+    profile = {"tp": 2, "serve": True, **{key: change[key] for key in ("tp", "gpus") if key in change}}
+    if "sick" in change:
+        facts["gpus"][change["sick"]]["healthy"] = False
+    if "stranger" in change:
+        facts["processes"] = [{"pid": 7, "name": "python", "gpu_index": change["stranger"], "profile": None}]
+    if "node" in change:
+        facts["gpus"][3].update(numa_node=None, numa_nodes=None)
+    plan = placement.plan(facts, {"agent": profile}, guest="gpu")
+    assert gpus_of(plan) == {"agent": agent}
+    assert len(plan["avoided"]) == len({"sick", "stranger"} & set(change))
+
+
+def test_a_record_that_is_none_is_no_record():
+    for text in (None, "", "{", "[]", '{"a": "0000:01:00.0"}', '{"a": [1]}'):
+        assert placement.parse_record(text) == {}
+    assert placement.parse_record('{"a": ["0000:01:00.0"]}') == {"a": ["0000:01:00.0"]}
+    profiles = {"a": {"tp": 1, "serve": True}, "b": {"tp": 1, "serve": True, "gpus": [1]}}
+    before = {"a": ["0000:01:00.0"], "b": ["0000:02:00.0"], "gone": ["0000:03:00.0"]}
+    nothing = placement.plan(host([]), profiles)
+    assert placement.record(nothing, profiles, before) == {"a": before["a"], "b": before["b"]}
+    assert placement.record(placement.plan(host(TARGET), profiles), profiles, before) == {"a": ["0000:01:00.0"]}
+
+
+def test_ranks_on_other_gpus_than_planned_are_named_for_recovery():
+    facts = host(TARGET)
+    plan = placement.plan(facts, {"chat": {"tp": 1, "serve": True}, "agent": {"tp": 2, "serve": True}})
+    facts["processes"] = [rank(1, 3, "chat"), rank(2, 1, "agent"), rank(3, 2, "agent")]
+    assert placement.misplaced(plan, facts) == {"chat": "its ranks run on GPU 3, planned GPU 0"}
+    assert placement.misplaced(plan, {**facts, "unknown": {"processes": "nvidia-smi hangs"}, "processes": []}) == {}
+
+
 def test_three_and_one():
     facts = host([0, 0, 0, 1])
     plan = placement.plan(facts, {"tp1": {"tp": 1}, "tp2": {"tp": 2}, "tp3": {"tp": 3}, "tp4": {"tp": 4}})
