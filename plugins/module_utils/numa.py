@@ -10,7 +10,9 @@ from . import cpulist
 from .text import bus_id, clean
 
 _NUMACTL = re.compile(r"^node (\d+) (cpus|size|free):\s*(.*)$")
-_LSCPU = re.compile(r"^[^\d:]*NUMA[^\d:]*(\d+)[^\d:]*:\s*([\d,\-]*)\s*$")
+# "NUMA node0 CPU(s):", "NUMA-Knoten0 CPU(s):", "CPU(s) de nó0 NUMA:", "NUMA 节点0 CPU：": one number before the colon.
+_LSCPU = re.compile(r"^(?=[^:：]*NUMA)[^\d:：]*(\d+)[^\d:：]*[:：]\s*([\d,\-]*)\s*$", re.IGNORECASE)
+_OFFLINE = re.compile(r"^[^:：]*off-?line[^:：]*[:：]\s*([\d,\-]+)\s*$", re.IGNORECASE)
 _SYSFS_GPU = re.compile(r"^/sys/bus/pci/devices/([0-9a-fA-F:.]+)/numa_node[:\s]+(-?\d+)\s*$")
 _SYSFS_NODE = re.compile(r"^/sys/devices/system/node/node(\d+)/cpulist[:\s]+([\d,\-]*)\s*$")
 
@@ -61,8 +63,9 @@ def parse(text: str) -> dict[str, Any]:
             except ValueError as error:
                 problems.append("node %s: %s" % (match.group(1), error))
             continue
-        if line.lower().startswith("off-line cpu(s) list:"):
-            offline = line.split(":", 1)[1].strip()
+        match = _OFFLINE.match(line)
+        if match:
+            offline = match.group(1)
     if not nodes and not gpus:
         raise ValueError("no NUMA node named: not numactl -H, lscpu or a list of numa_node files")
     for gpu in gpus:

@@ -186,7 +186,7 @@ def notes(pci: Facts, p2p: dict[str, str] | None, gpus: list[Facts]) -> list[str
         )
     if "pcie_acs_override" in given:
         found.append("pcie_acs_override is set: IOMMU groups say less than they seem to")
-    here = {gpu["index"]: gpu.get("numa_node") for gpu in gpus}
+    here = {gpu.get("index"): gpu.get("numa_node") for gpu in gpus}
     bad: dict[str, list[str]] = {}
     for pair, word in (p2p or {}).items():
         one, two = (int(part) for part in pair.split("-"))

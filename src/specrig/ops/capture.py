@@ -6,13 +6,14 @@ belongs together still does.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 from specrig.errors import UsageError
-from specrig.facts import look, probe
+from specrig.facts import look, probe, smi
 
 INDEX = "capture.json"
 _EXTRA = {
@@ -20,10 +21,15 @@ _EXTRA = {
     "smi-list": ["nvidia-smi", "-L"],
     "numactl": ["numactl", "-H"],
     "lscpu": ["lscpu"],
+    "dkms": ["dkms", "status"],
     "dev": ["sh", "-c", "ls -l /dev/nvidia*"],
 }
 _UUID = re.compile(r"\b[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}\b")
-_SERIAL = re.compile(r"(?m)^(\s*(?:Serial Number|Board Part Number|Board ID|GPU PDI)\s*:\s*)(\S+)[ \t]*$")
+_SHORT_UUID = re.compile(r"\b(GPU|MIG)-[0-9a-fA-F]{4,32}\b(?!-)")
+_SERIAL = re.compile(
+    r"(?m)^(\s*(?:(?:Chassis )?Serial Number|Board Part Number|Board ID|GPU PDI|GPU Fabric GUID)\s*:\s*)(\S+)\s*$"
+)
+_SERIAL_COLUMNS = ("serial", "gpu_serial", "board_serial")
 _MAC = re.compile(r"\b(?:[0-9a-fA-F]{2}:){5}[0-9a-fA-F]{2}\b")
 _ADDRESS = re.compile(r"(?<![\d.])(?:\d{1,3}\.){3}\d{1,3}(?![\d.])")
 _ADDRESS6 = re.compile(r"(?<=[=\s,])(?:[0-9a-fA-F]{1,4}:){2,7}(?::?[0-9a-fA-F]{1,4})?(?::[0-9a-fA-F]{1,4})*")
@@ -44,8 +50,12 @@ class Redactor:
 
     def learn(self, text: str) -> None:
         """Note the serials that a text names as such, to replace them in all texts."""
-        for match in _SERIAL.finditer(text):
-            found = match.group(2)
+        named = [match.group(2) for match in _SERIAL.finditer(text)]
+        if smi.looks_like_csv(text):
+            with contextlib.suppress(ValueError):
+                rows = smi.parse_csv(text)["rows"]
+                named += [row[column] for row in rows for column in _SERIAL_COLUMNS if column in row]
+        for found in named:
             if len(found) >= 4 and found.strip("0").strip() and not found.startswith(("[", "N/A")):
                 self._serials.setdefault(found, f"{len(self._serials):0{len(found)}d}"[-len(found) :])
 
@@ -53,6 +63,17 @@ class Redactor:
         key = (kind, found.lower())
         number = sum(1 for known, _ in self._known if known == kind)
         return self._known.setdefault(key, pattern.format(number, f"{number:02x}"))
+
+    def _short(self, found: str) -> str:
+        """The beginning of a UUID, which CUDA_VISIBLE_DEVICES takes: the whole UUID's stand-in where it is known."""
+        start, digits = found[:4], found[4:].lower()
+        if digits.startswith("00000000"):
+            return found
+        whole = [(key, stand_in) for key, stand_in in self._known.items() if key[0] == "uuid"]
+        for (_kind, uuid), stand_in in whole:
+            if uuid.startswith(digits):
+                return start + stand_in
+        return start + self._stand_in("short uuid", digits, "00000000{0:04d}")
 
     def text(self, text: str, *, config: bool = False) -> str:
         """Return the text with stand-ins.
@@ -65,6 +86,7 @@ class Redactor:
         for serial, stand_in in self._serials.items():
             text = re.sub(rf"(?<![\w.]){re.escape(serial)}(?![\w.])", stand_in, text)
         text = _UUID.sub(lambda m: self._stand_in("uuid", m.group(), "00000000-0000-4000-8000-{0:012d}"), text)
+        text = _SHORT_UUID.sub(lambda m: self._short(m.group()), text)
         text = _MAC.sub(lambda m: self._stand_in("mac", m.group(), "02:00:00:00:00:{1}"), text)
         if config:
             text = _ADDRESS.sub(lambda m: self._stand_in("address", m.group(), "192.0.2.{0}"), text)
@@ -89,18 +111,25 @@ def redacted(raw: dict[str, Any]) -> tuple[dict[str, Any], int]:
     redactor = Redactor()
     for result in raw["commands"].values():
         redactor.learn(result["out"])
+        redactor.learn(result["err"])
+    for text in raw["files"].values():
+        redactor.learn(text)
+    for result in raw["commands"].values():
+        redactor.text(result["out"])  # whole UUIDs first, so that their beginnings get the same stand-ins
 
     def walk(value: Any) -> Any:
         if isinstance(value, str):
             return redactor.text(value)
         if isinstance(value, dict):
-            return {key: walk(item) for key, item in value.items()}
+            return {redactor.text(key): walk(item) for key, item in value.items()}
         if isinstance(value, list):
             return [walk(item) for item in value]
         return value
 
     clean: dict[str, Any] = {key: walk(value) for key, value in raw.items() if key != "files"}
-    clean["files"] = {path: redactor.text(text, config=_is_config(path)) for path, text in raw["files"].items()}
+    clean["files"] = {
+        redactor.text(path): redactor.text(text, config=_is_config(path)) for path, text in raw["files"].items()
+    }
     return clean, redactor.count
 
 
