@@ -63,6 +63,7 @@ specrig:
   type: dict
 """
 
+import http.client
 import json
 import os
 import socket
@@ -78,6 +79,8 @@ from ..module_utils import serving
 
 POLL_S = 0.2
 REQUEST_S = 120.0
+CALL_S = 10.0
+BODY_BYTES = 16 << 20
 PROPERTIES = "ActiveState,SubState,Result,MainPID,ExecMainStatus,NRestarts,ControlGroup,InvocationID"
 # No proxy of the environment may stand between a check and a server on this machine.
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -91,19 +94,42 @@ class Wrong(Exception):
     """Waiting longer will not help."""
 
 
-def call(url, api_key, body=None, timeout=10.0):
+def call(url, api_key, body=None, timeout=None):
+    timeout = timeout or CALL_S
     headers = {"Content-Type": "application/json"}
     if api_key:
         headers["Authorization"] = "Bearer " + api_key
     data = None if body is None else json.dumps(body).encode("utf-8")
     request = urllib.request.Request(url, data=data, headers=headers)
+    deadline = time.monotonic() + timeout
     try:
-        with OPENER.open(request, timeout=timeout) as answer:
-            return answer.status, answer.read()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read()
-    except (OSError, ValueError) as error:
-        raise NotYet("no answer: {0}".format(getattr(error, "reason", None) or error)) from None
+        try:
+            answer = OPENER.open(request, timeout=timeout)
+        except urllib.error.HTTPError as error:
+            answer = error
+        with answer:
+            return answer.code, read_until(answer, deadline)
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        # Also something on the port that speaks no HTTP, or stops in the middle of an answer.
+        raise NotYet("no answer: {0}".format(getattr(error, "reason", None) or repr(error))) from None
+
+
+def read_until(answer, deadline):
+    """An answer's body; a socket's own timeout starts anew with every byte, and would wait for ever on a slow one."""
+    pieces, size = [], 0
+    while True:
+        piece = answer.read1(65536)
+        if not piece:
+            break
+        pieces.append(piece)
+        size += len(piece)
+        if size > BODY_BYTES:
+            raise Wrong("its answer is longer than {0} bytes: no engine is on that port".format(BODY_BYTES))
+        if time.monotonic() > deadline:
+            raise OSError("it was still sending when its time was up")
+    if answer.length:
+        raise OSError("the answer ends {0} bytes early".format(answer.length))
+    return b"".join(pieces)
 
 
 def unit_show(unit):
@@ -205,7 +231,7 @@ def check_owner(target, state):
 def check_started(url, api_key):
     """A server that says itself that it is loading is not asked for a completion; older versions have no /ready."""
     for path in ("/ready", "/health"):
-        status, _body = call(url + path, api_key, timeout=30.0)
+        status, _body = call(url + path, api_key, timeout=3 * CALL_S)
         if status == 503:
             raise NotYet("{0} answers 503, it is loading".format(path))
         if status not in (404, 405):
@@ -220,7 +246,7 @@ def check_model(target, url, api_key):
         raise NotYet("/v1/models answers {0}".format(status))
     try:
         names = [row.get("id") for row in json.loads(body.decode("utf-8")).get("data", [])]
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, TypeError):
         raise NotYet("/v1/models gave no list") from None
     if target["served_model_name"] not in names:
         raise Wrong(
@@ -281,6 +307,10 @@ def poll(target, params, row):
             last = str(error)
         except Wrong as error:
             row["problem"] = str(error)
+            break
+        except Exception as error:
+            # A thread that dies would leave its server looking as if nobody had asked.
+            row["problem"] = "it could not be asked: {0!r}".format(error)
             break
         if time.monotonic() - begun > limit:
             row["problem"] = "no completion within {0:g} s: {1}".format(limit, last)

@@ -112,6 +112,7 @@ from ..module_utils.guestmount import bind_into, permitted_in, rules_impossible
 
 CONFIG = {"lxc": "/var/lib/lxc/%s/config", "pve": "/etc/pve/lxc/%s.conf"}
 START_TIMEOUT_S = 60
+COMMAND_TIMEOUT_S = 60
 
 
 class Guest:
@@ -123,7 +124,14 @@ class Guest:
         self.init_pid = None
 
     def run(self, *argv):
-        return self.module.run_command(list(argv))
+        """(exit code, output, errors) of a command, which is ended when it takes too long."""
+        limit_s = COMMAND_TIMEOUT_S + (0 if argv[0] == "lxc-attach" else self.module.params["stop_timeout_s"])
+        code, out, err = self.module.run_command(["timeout", "-k", "5", str(limit_s), *argv])
+        if code in (124, 137):
+            self.fail(
+                "guest %r: %s did not end within %d s; see on the host what holds it" % (self.name, argv[0], limit_s)
+            )
+        return code, out, err
 
     def fail(self, text, **more):
         self.module.fail_json(msg=text, **more)
@@ -146,6 +154,12 @@ class Guest:
                 % (self.name, said[-1] if said else "lxc-info exits %d" % code)
             )
         self.init_pid = int(pid.group(1)) if pid else None
+        if state.group(1) in ("FROZEN", "FREEZING"):
+            # A backup freezes a guest for its snapshot: not ours to thaw, and whoever enters meanwhile waits with it.
+            self.fail(
+                "guest %r is frozen, so nothing in it can answer: wait for the backup that holds it, or thaw it by "
+                "'lxc-unfreeze -n %s' on the host, and run again" % (self.name, self.name)
+            )
         return state.group(1), self.init_pid
 
     def start(self):
@@ -207,7 +221,13 @@ class Guest:
                 "cannot look from inside guest %r: %s; it needs %s"
                 % (self.name, said[-1] if said else code, params["python"])
             )
-        seen = json.loads(out)
+        try:
+            seen = json.loads(out)
+        except ValueError:
+            self.fail(
+                "a look from inside guest %r gave %r, expected JSON; see what its %s prints by itself"
+                % (self.name, " ".join(out.split())[:120], params["python"])
+            )
         if rules and seen["permitted"] is None:
             # No node can be made in there, as in every unprivileged guest: its cgroup is asked from out here.
             seen["permitted"] = permitted_in(self.init_pid, rules) if self.init_pid else None
