@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specrig.facts import explain, guestconf
@@ -213,8 +213,9 @@ def devs(text: str) -> dict[str, str]:
     return {key: value for key, value in keys.items() if key.startswith("dev")}
 
 
+@settings(max_examples=500, deadline=None)
 @given(
-    lines=st.lists(LINES, max_size=16),
+    lines=st.lists(LINES, max_size=10),
     owned=OWNED,
     devices=st.lists(st.sampled_from([GPU0, UVM]), unique=True),
     wanted=st.lists(st.sampled_from(WANTED), unique=True),
@@ -242,6 +243,15 @@ def test_any_config_comes_out_right_and_stays_so_whatever_proxmox_rewrites(lines
             if line.startswith("dev") and tuple(line.split(": ", 1)) not in ours
         ] == foreign
         assert after.partition("\n[")[1:] == before.partition("\n[")[1:] or "\n[" not in before
+        # What a line of somebody else hands over gets no second one from us.
+        in_effect = dict(line.split(": ", 1) for line in foreign)
+        theirs = {value.split(",")[0].replace("path=", "") for value in in_effect.values()}
+        assert not theirs & {value.split(",")[0] for key, value in mine if key.startswith("dev")}
+        # Nor is a number taken that one of them has, or that a pending change is about to give them.
+        read = pve_host.sections(before)
+        pending = read.get("pve:pending", {"keys": {}})["keys"]
+        taken = {*in_effect, *pending, *pending.get("delete", "").split()}
+        assert not taken & {key for key, _value in report["added"] if key not in {pair[0] for pair in owned}}
     again, second = guestconf.converge(after, "pve", wanted, mine, devices)
     assert again == after
     assert (second["added"], second["removed"], second["healed"]) == ([], [], [])
