@@ -283,7 +283,8 @@ class CallbackModule(CallbackBase):
             bad = totals.get("failures", 0) + totals.get("unreachable", 0)
             outcome = "failed" if bad or not hosts else "changed" if totals.get("changed") else "ok"
             seconds = round(time.monotonic() - self._started, 1)
-            self._end(outcome, seconds=seconds, changed=totals.get("changed", 0), hosts=hosts)
+            found = self._collected["found"]
+            self._end(outcome, seconds=seconds, changed=totals.get("changed", 0), hosts=hosts, found=found)
             lines = self._summary(outcome, seconds, totals.get("changed", 0))
             for line in lines:
                 self._display.display(line)
