@@ -22,14 +22,16 @@ NOBODY = 65534
 PERMITTED = (0, errno.ENXIO, errno.ENODEV, errno.EBUSY, errno.EIO)
 
 
-def probe_list(want, was=()):
+def probe_list(want, was=(), withheld=()):
     """The (major, minor) pairs to ask the guest's rules about: what belongs there, and what may be left over.
 
     Args:
         want: nodes that belong in the guest.
         was: rule values that stood in the config before.
+        withheld: nodes of the host that belong to others.
     """
-    pairs = {(row["major"], row["minor"]) for row in want}
+    pairs = {(row["major"], row["minor"]) for row in [*want, *withheld]}
+    pairs |= {(row["major"], WILD_MINOR) for row in withheld}
     for found in (guestconf.rule(text) for text in was):
         if found and found["type"] == "c" and found["major"] is not None:
             pairs.add((found["major"], WILD_MINOR if found["minor"] is None else found["minor"]))
@@ -65,6 +67,19 @@ def excess(permitted, want, foreign):
     return None if len({major for major, _minor in left}) > LEFTOVER_LIMIT else left
 
 
+def named(pairs, want):
+    """What pairs are called: ``major 510`` as a whole, single ones of a major that the guest has nodes of."""
+    ours = {row["major"] for row in want}
+    texts = []
+    for major in sorted({major for major, _minor in pairs}):
+        minors = sorted(minor for one, minor in pairs if one == major)
+        if major in ours and WILD_MINOR not in minors:
+            texts += ["device %d:%d" % (major, minor) for minor in minors]
+        else:
+            texts.append("major %d" % major)
+    return texts
+
+
 def grant_texts(row):
     """Rule texts to try, in order, for a node that is denied."""
     major, minor = row["major"], row["minor"]
@@ -88,7 +103,7 @@ def revoke_texts(major, pairs, known):
     minors = [minor for _major, minor in pairs if minor != WILD_MINOR]
     wild = any(minor == WILD_MINOR for _major, minor in pairs)
     whole = ["c %d:* %s" % (major, access) for access in ("rwm", "rw")]
-    single = ["c %d:%d %s" % (major, minor, access) for minor in minors for access in ("rw", "rwm")]
+    single = ["c %d:%d %s" % (major, minor, access) for access in ("rw", "rwm") for minor in minors]
     for text in (whole + single) if wild else single:
         if text not in texts:
             texts.append(text)

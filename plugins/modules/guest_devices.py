@@ -32,6 +32,11 @@ options:
     type: list
     elements: dict
     required: true
+  host_nodes:
+    description: All nodes of the host's driver; those that do not belong in the guest must not open there.
+    type: list
+    elements: dict
+    default: []
   folders:
     description: Host folders that belong in the guest, each with source, target and read_only.
     type: list
@@ -342,10 +347,7 @@ class Live:
             lines += [hint] if hint else []
         hint = guestlive.versions(params["driver_version"], self.seen.get("library"))
         lines += [hint] if hint else []
-        lines += [
-            "major %d still opens and has no business there" % major
-            for major in sorted({pair[0] for pair in self.excess})
-        ]
+        lines += ["%s still opens and has no business there" % text for text in guestlive.named(self.excess, self.want)]
         lines += ["%s %s" % (row["target"], wrong) for row, wrong in self.bad_folders]
         return lines
 
@@ -369,13 +371,12 @@ class Live:
             text = "c %d:%d" % (row["major"], row["minor"])
             before.append("%s denied" % text)
             after.append("%s allowed" % text)
-        majors = sorted({pair[0] for pair in self.excess})
-        if majors:
-            numbers = ", ".join(str(major) for major in majors)
-            found.append("guest %s: stale device rules still open major %s" % (self.guest.name, numbers))
-            todo.append("revoked live: major %s" % numbers)
-            before += ["c %d allowed" % major for major in majors]
-            after += ["c %d denied" % major for major in majors]
+        left = guestlive.named(self.excess, self.want)
+        if left:
+            found.append("guest %s: stale device rules still open %s" % (self.guest.name, ", ".join(left)))
+            todo.append("revoked live: %s" % ", ".join(left))
+            before += ["%s allowed" % text for text in left]
+            after += ["%s denied" % text for text in left]
         for text in guestlive.grouped([(row["path"], wrong) for row, _at, wrong in self.bad_nodes]):
             found.append("guest %s: %s" % (self.guest.name, text))
         for row, at, _wrong in self.bad_nodes:
@@ -428,6 +429,7 @@ def main():
             "kind": {"type": "str", "choices": ["lxc", "pve"], "default": "lxc"},
             "path": {"type": "path"},
             "nodes": {"type": "list", "elements": "dict", "required": True},
+            "host_nodes": {"type": "list", "elements": "dict", "default": []},
             "folders": {"type": "list", "elements": "dict", "default": []},
             "user": {"type": "str", "default": ""},
             "was": {"type": "list", "elements": "str", "default": []},
@@ -440,11 +442,13 @@ def main():
         supports_check_mode=True,
     )
     params = module.params
-    params["nodes"] = [
-        {"path": row["path"], "major": int(row["major"]), "minor": int(row["minor"])}
-        for row in params["nodes"]
-        if row.get("kind", "char") == "char"
-    ]
+    for name in ("nodes", "host_nodes"):
+        params[name] = [
+            {"path": row["path"], "major": int(row["major"]), "minor": int(row["minor"])}
+            for row in params[name]
+            if row.get("kind", "char") == "char"
+        ]
+    withheld = [row for row in params["host_nodes"] if row not in params["nodes"]]
     if not re.match(r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", params["name"]):
         module.fail_json(msg="guest name %r is not one; set lxc_guest_name" % params["name"])
     guest = Guest(module)
@@ -464,7 +468,7 @@ def main():
         guest.start()
         state, init_pid = guest.state()
 
-    rules = [list(pair) for pair in guestlive.probe_list(params["nodes"], params["was"])]
+    rules = [list(pair) for pair in guestlive.probe_list(params["nodes"], params["was"], withheld)]
     seen = guest.look(rules)
     live = Live(guest, seen)
     if live.open_to_all:

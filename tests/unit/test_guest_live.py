@@ -88,6 +88,17 @@ def test_leftovers_are_what_neither_we_nor_the_config_call_for():
     assert guestlive.excess(permitted, [UVM, GPU], ["a"]) == []
 
 
+def test_another_guest_s_gpus_are_asked_for_and_named_one_by_one():
+    withheld = [{"path": "/dev/nvidia1", "major": 195, "minor": 1}]
+    pairs = guestlive.probe_list([GPU, UVM], (), withheld)
+    assert (195, 1) in pairs
+    assert (195, guestlive.WILD_MINOR) in pairs
+    assert (195, 1) not in guestlive.probe_list([GPU, UVM])
+    left = guestlive.excess({(195, 0), (195, 1), (510, 3), (511, 0)}, [GPU, UVM], [])
+    assert guestlive.named(left, [GPU, UVM]) == ["device 195:1", "major 510"]
+    assert guestlive.named([(195, 1), (195, guestlive.WILD_MINOR)], [GPU]) == ["major 195"]
+
+
 def test_a_guest_that_may_open_everything_has_no_leftovers():
     everything = set(guestlive.probe_list([UVM]))
     assert guestlive.excess(everything, [UVM], []) is None

@@ -591,6 +591,20 @@ def test_a_major_that_moves_under_a_running_guest_is_followed_live(box, live):
     assert live()["changed"] is False
 
 
+@pytest.mark.parametrize("dev", [True, False])
+def test_a_gpu_that_goes_to_another_guest_is_closed_live(box, live, dev):
+    box.converge(dev=dev)
+    live(host_nodes=box.nodes)
+    rest = [node for node in box.nodes if node["path"] != "/dev/nvidia0"]
+    box.converge(dev=dev, nodes=rest)
+    assert "nvidia0" not in box.config.read_text()
+    done = live(nodes=rest, host_nodes=box.nodes)
+    assert done["specrig"]["changed"] == ["guest 101: revoked live: device 195:0"]
+    assert "c 195:0 rw" not in box.guest()["rules"]
+    assert "c 195:255 rw" in box.guest()["rules"]
+    assert live(nodes=rest, host_nodes=box.nodes)["changed"] is False
+
+
 def test_a_guest_whose_device_is_not_there_does_not_start_and_says_so(box, live):
     box.converge()
     uvm = box.host.pop("/dev/nvidia-uvm")
