@@ -123,6 +123,22 @@ def test_a_journal_that_cannot_be_written_costs_one_warning_and_no_play(play, tm
     assert "journal    not written" in done.stdout
 
 
+def test_the_screen_is_kept_in_a_file_where_nobody_watches(play, tmp_path):
+    kept = tmp_path / "var" / "last.txt"
+    for _run in range(2):
+        done = play(SPECRIG_SUMMARY=str(kept))
+    assert done.returncode == 0, done.stdout + done.stderr
+    screen = done.stdout[done.stdout.rindex("book.yml: done") :]
+    lines = kept.read_text().splitlines()
+    assert lines[0].startswith("at 2")
+    assert "\n".join(lines[2:]).strip() == screen.strip(), "the last run's, as it was shown"
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    done = play(SPECRIG_SUMMARY=str(blocked / "last.txt"))
+    assert done.returncode == 0
+    assert "could not be written" in done.stderr + done.stdout
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_ends_in_the_journal_as_aborted(play, number):
     process = play("-e", "wait=30", start=True)
