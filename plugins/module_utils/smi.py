@@ -18,6 +18,8 @@ _UNKNOWN = re.compile(
     re.IGNORECASE,
 )
 _SICK = re.compile(r"requires? (?:a )?reset|gpu is lost|unknown error|\berr!|fallen off", re.IGNORECASE)
+_DEAD = re.compile(r"requires? (?:a )?reset|gpu is lost|fallen off", re.IGNORECASE)
+_SETTINGS = ("power.", "clocks.", "persistence_mode")
 _FAILURE = re.compile(
     r"Failed to initialize NVML|NVIDIA-SMI has failed|No devices were found|Unable to determine the device handle"
     r"|is not a valid field to query|couldn't find libnvidia-ml|libnvidia-ml\.so.*(?:not found|cannot open)",
@@ -185,7 +187,15 @@ def gpus_of_csv(parsed: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]
     """Return (GPUs, problems) of a parsed ``--query-gpu``."""
     gpus, problems = [], list(parsed["problems"])
     for row in parsed["rows"]:
-        sick = next((cell for cell in row.values() if _SICK.search(cell)), None)
+        # A setting that a healthy card does not have may be "[Unknown Error]"; only a word on the GPU itself counts.
+        sick = next(
+            (
+                cell
+                for column, cell in row.items()
+                if _SICK.search(cell) and (_DEAD.search(cell) or not column.startswith(_SETTINGS))
+            ),
+            None,
+        )
         action = value(row.get("gpu_recovery_action"))
         if not sick and action and action.lower() != "none":
             sick = "recovery action: %s" % action

@@ -120,6 +120,10 @@ def main():
         said["found"].append("%s: %s" % (who, ", ".join(seen)))
         if not module.check_mode:
             _text, reason = ask(call["argv"], asked["timeout"])
+            if reason is not None and first["setting"] == "persistence" and not want["power"] and not want["clocks"]:
+                # On by default, and not every card or virtual machine has it: no reason to leave the host unrecovered.
+                said["notes"].append("%s: persistence could not be turned on: %s" % (who, reason))
+                continue
             if reason is not None:
                 module.fail_json(
                     msg="%s: %s could not be set: %s; change gpu_host_* in the inventory, or look at dmesg"
@@ -132,6 +136,7 @@ def main():
         done += call["rows"]
         to = gpusettings.text(first["setting"], first["wanted"])
         said["changed"].append("%s: %s%s" % (who, "would set " if module.check_mode else "", to))
+    rows = done
     if rows and not module.check_mode:
         left, reason = still_due(rows, want, asked["timeout"])
         if reason:

@@ -157,6 +157,15 @@ def test_a_sick_gpu_is_one_line_that_says_what_to_do(raw, change, problem):
     assert placement.plan(facts, {"a": {"tp": 3}})["profiles"]["a"]["gpus"] == [0, 2, 3]
 
 
+def test_a_setting_that_a_healthy_card_does_not_have_does_not_make_it_sick(raw):
+    raw["commands"]["smi-gpus"]["out"] = (
+        HEADER + row(0, power="[Unknown Error]", clock="[N/A]") + row(1) + row(2) + row(3)
+    )
+    facts = told(raw)
+    assert facts["problems"] == []
+    assert [facts["gpus"][0][key] for key in ("healthy", "power_limit_w", "clock_sm_mhz")] == [True, None, None]
+
+
 # -- driver --
 
 
@@ -548,6 +557,20 @@ def test_topology_shows_what_decides(raw):
     assert "between GPUs: IOMMU on (identity), ACS off, peer-to-peer 6 of 6 pairs" in text
     assert "note: GPU 3 is in MIG mode" in text
     assert "unknown: links, processes: nvidia-smi did not answer within 5 s" in text
+
+
+def test_a_capture_holds_all_that_a_look_is_made_of(raw, tmp_path):
+    raw["files"][gpusettings.RECORD] = "GPU-00000001-1111-4222-8333-444444444444 1200,2400\n"
+    raw["pci"]["bridges"]["0000:00:01.1"]["control"] = 0x1D
+    before = told(raw)
+    capture.write(raw, tmp_path / "it")
+    again = look.assemble(capture.read(tmp_path / "it"))
+    assert [gpu["clock_lock_mhz"] for gpu in again["gpus"]] == [None, [1200, 2400], None, None]
+    for facts in (before, again):
+        for gpu in facts["gpus"]:
+            del gpu["uuid"]
+    assert again == before
+    assert len(again["notes"]) == 1
 
 
 HEX = st.text("0123456789abcdef", min_size=12, max_size=12)

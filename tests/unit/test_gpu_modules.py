@@ -28,7 +28,8 @@ case "$*" in
         echo "$n, GPU-$n, 00000000:0$n:00.0, $mode, $watts W"
         n=$((n + 1))
     done <"$state" ;;
-*-pm*) set_column 1 Enabled "$2" ;;
+*-pm*) [ -e "$state.virtual" ] && { echo "Unable to set persistence mode: Not Supported"; exit 3; }
+    set_column 1 Enabled "$2" ;;
 *-pl*) [ -e "$state.deaf" ] || set_column 2 "${4%.*}.00" "$2" ;;
 *-lgc*) [ -e "$state.old" ] && { echo "Setting locked GPU clocks is not supported for GPU 0."; exit 3; } ;;
 esac
@@ -118,6 +119,17 @@ def test_a_limit_that_does_not_take_is_a_failure(run, box):
     assert (
         told["msg"] == "GPU 0: power limit 450 W was set and power limit 600 W is read back; see nvidia-smi -q -d POWER"
     )
+
+
+def test_a_card_without_persistence_does_not_stop_a_recovery_that_needs_none(run, box):
+    (box / "state.virtual").touch()
+    facts = seen(run)
+    told = run("gpu_settings", gpus=facts["look"]["gpus"])
+    assert told["changed"] is False
+    assert told["specrig"]["notes"] == [
+        "GPU 0-2: persistence could not be turned on: Unable to set persistence mode: Not Supported"
+    ]
+    assert run("gpu_settings", gpus=facts["look"]["gpus"], power_limit_w=450)["failed"] is True
 
 
 def test_a_lock_that_a_card_does_not_take_says_so_and_is_not_recorded(run, box):
