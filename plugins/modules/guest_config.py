@@ -347,7 +347,8 @@ def converge(module, name, kind, path, state_path):
             try:
                 how = write_config(path, after.encode("utf-8", "surrogateescape"), raw, kind)
             except OSError as error:
-                module.fail_json(msg="%s cannot be written: %s; nothing was changed" % (path, error.strerror))
+                hint = "; without quorum /etc/pve is read-only, see 'pvecm status'" if kind == "pve" else ""
+                module.fail_json(msg="%s cannot be written: %s; nothing was changed%s" % (path, error.strerror, hint))
         if changed or sorted(mine) != sorted(set(recorded)):
             write_state(state_path, name, sorted(mine))
     problems = ["guest %s: %s" % (name, text) for text in explain.config_problems(facts)]

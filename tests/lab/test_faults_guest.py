@@ -174,6 +174,7 @@ def guests(served, tmp_path: Path):
     for name, first_id in (("two", 0), ("mapped", 100000)):
         served.host(GUEST % {"name": name, "first_id": first_id}, check=True)
     hosts = {name: {"lxc_guest_name": name, "lxc_guest_host": "lab-host"} for name in ("two", "mapped")}
+    hosts["two"]["lxc_guest_gpus"] = [0, 1]
     (tmp_path / "extra.json").write_text(json.dumps({"extra_guests": {"hosts": hosts}}))
     (tmp_path / "guests.yml").write_text(PLAY)
 
@@ -209,6 +210,9 @@ def test_guests_that_share_a_host_get_each_its_own_and_an_unprivileged_one_too(s
         assert f"c {major}:0 rw" in served.host(f"cat /var/lib/lxc/{name}/config").stdout
         seen = inside(served, name, "stat -c '%F %t:%T %a' /dev/nvidia-uvm")
         assert seen == f"character special file {major:x}:0 666"
+    # One has two of the eight GPUs, the other all.
+    gpus = {name: inside(served, name, "ls /dev/nvidia[0-9]*").split() for name in ("two", "mapped")}
+    assert {name: len(paths) for name, paths in gpus.items()} == {"two": 2, "mapped": 8}
     # In the unprivileged guest the host's root is nobody, so it is the mode that opens the node.
     assert inside(served, "mapped", "stat -c %u /dev/nvidia-uvm") == "65534"
     again = guests()
@@ -217,12 +221,16 @@ def test_guests_that_share_a_host_get_each_its_own_and_an_unprivileged_one_too(s
     # A leftover in one of them is taken back there and nowhere else; a node that went missing comes back.
     for name in ("gpu", "two", "mapped"):
         served.host(f"lxc-cgroup -n {name} devices.allow 'c 400:* rwm'", check=True)
+    other = int(sorted(set(gpus["mapped"]) - set(gpus["two"]))[0].removeprefix("/dev/nvidia"))
+    served.host(f"lxc-cgroup -n two devices.allow 'c 195:{other} rw'", check=True)
     inside(served, "mapped", "umount /dev/nvidia-uvm")
     assert inside(served, "mapped", "stat -c %F /dev/nvidia-uvm") == "regular empty file"
     done = guests()
     assert done.returncode == 0, done.stdout + done.stderr
     assert served.host(f"lxc-attach -n two -- {OPEN % {'major': 400, 'minor': 0}}").stdout.strip() == "EPERM"
     assert served.guest(OPEN % {"major": 400, "minor": 0}).stdout.strip() == "ENXIO"
+    assert served.host(f"lxc-attach -n two -- {OPEN % {'major': 195, 'minor': other}}").stdout.strip() == "EPERM"
+    assert f"guest two: revoked live: device 195:{other}, major 400" in said(served)
     assert "guest mapped: revoked live: major 400" in said(served)
     assert inside(served, "mapped", "stat -c '%F %t:%T' /dev/nvidia-uvm") == f"character special file {major:x}:0"
     assert {name: init(served, name) for name in inits} == inits

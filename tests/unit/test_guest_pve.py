@@ -10,6 +10,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -213,7 +214,14 @@ def devs(text: str) -> dict[str, str]:
     return {key: value for key, value in keys.items() if key.startswith("dev")}
 
 
-@settings(max_examples=500, deadline=None)
+def cut(text: str) -> tuple[str, str]:
+    """The main section, and all that follows it."""
+    header = re.search(r"^\[", text, re.M)
+    place = header.start() if header else len(text)
+    return text[:place], text[place:]
+
+
+@settings(max_examples=300, deadline=None)
 @given(
     lines=st.lists(LINES, max_size=10),
     owned=OWNED,
@@ -234,24 +242,20 @@ def test_any_config_comes_out_right_and_stays_so_whatever_proxmox_rewrites(lines
         assert [pair for pair in entries if pair[0] == key] == [(key, value)] or not key.startswith("dev")
     # Foreign devices are as they were, each of them, and the other sections byte for byte.
     ours = {*owned, *mine}
-    foreign = [line for line in before.partition("\n[")[0].split("\n") if line.startswith("dev")]
-    foreign = [line for line in foreign if tuple(line.split(": ", 1)) not in ours]
-    if not before.startswith("["):
-        assert [
-            line
-            for line in after.partition("\n[")[0].split("\n")
-            if line.startswith("dev") and tuple(line.split(": ", 1)) not in ours
-        ] == foreign
-        assert after.partition("\n[")[1:] == before.partition("\n[")[1:] or "\n[" not in before
-        # What a line of somebody else hands over gets no second one from us.
-        in_effect = dict(line.split(": ", 1) for line in foreign)
-        theirs = {value.split(",")[0].replace("path=", "") for value in in_effect.values()}
-        assert not theirs & {value.split(",")[0] for key, value in mine if key.startswith("dev")}
-        # Nor is a number taken that one of them has, or that a pending change is about to give them.
-        read = pve_host.sections(before)
-        pending = read.get("pve:pending", {"keys": {}})["keys"]
-        taken = {*in_effect, *pending, *pending.get("delete", "").split()}
-        assert not taken & {key for key, _value in report["added"] if key not in {pair[0] for pair in owned}}
+    (old, rest), (new, untouched) = cut(before), cut(after)
+    assert untouched == rest
+    foreign = [line for line in old.split("\n") if line.startswith("dev") and tuple(line.split(": ", 1)) not in ours]
+    assert foreign == [
+        line for line in new.split("\n") if line.startswith("dev") and tuple(line.split(": ", 1)) not in ours
+    ]
+    # What a line of somebody else hands over gets no second one from us.
+    in_effect = dict(line.split(": ", 1) for line in foreign)
+    theirs = {value.split(",")[0].replace("path=", "") for value in in_effect.values()}
+    assert not theirs & {value.split(",")[0] for key, value in mine if key.startswith("dev")}
+    # Nor is a number taken that one of them has, or that a pending change is about to give them.
+    pending = pve_host.sections(before).get("pve:pending", {"keys": {}})["keys"]
+    taken = {*in_effect, *pending, *pending.get("delete", "").split()}
+    assert not taken & {key for key, _value in report["added"] if key not in {pair[0] for pair in owned}}
     again, second = guestconf.converge(after, "pve", wanted, mine, devices)
     assert again == after
     assert (second["added"], second["removed"], second["healed"]) == ([], [], [])
@@ -467,6 +471,14 @@ def test_a_full_disk_leaves_the_file_as_it_was(box, monkeypatch):
     done = box.converge(kind="lxc", path=str(config))
     assert done["msg"] == f"{config} cannot be written: No space left on device; nothing was changed"
     assert config.read_text() == "lxc.uts.name = gpu\n"
+
+
+def test_a_cluster_without_quorum_is_thought_of(box, monkeypatch):
+    before = box.config.read_text()
+    monkeypatch.setattr(box.module("guest_config"), "write_in_place", refuse(errno.EACCES))
+    done = box.converge()
+    assert done["msg"].endswith("nothing was changed; without quorum /etc/pve is read-only, see 'pvecm status'")
+    assert box.config.read_text() == before
 
 
 def test_a_write_in_place_that_fails_half_way_is_taken_back(box, monkeypatch):
@@ -741,3 +753,19 @@ def test_a_guest_that_is_not_there_is_one_line(box, live):
     assert done["msg"].startswith(
         "the host has no guest '101' (Configuration file 'nodes/pve/lxc/101.conf' does not exist"
     )
+
+
+def test_rules_that_a_config_includes_count_as_what_others_granted(box):
+    (box.folder / "conf.d").mkdir()
+    (box.folder / "common.conf").write_text("lxc.cgroup2.devices.allow = c 10:200 rwm\n")
+    (box.folder / "conf.d" / "more.conf").write_text("lxc.cgroup2.devices.allow = c 240:* rwm\nlxc.include = again\n")
+    (box.folder / "conf.d" / "more.txt").write_text("lxc.cgroup2.devices.allow = c 241:* rwm\n")
+    config = box.folder / "config"
+    config.write_text(
+        f"lxc.include = {box.folder}/common.conf\nlxc.include = {box.folder}/conf.d\nlxc.include = {config}\n"
+        "lxc.cgroup2.devices.allow = c 195:0 rw\nlxc.cgroup2.devices.allow = c 242:* rwm\n"
+    )
+    params = {"name": "x", "kind": "lxc", "path": str(config), "nodes": box.nodes}
+    found = box.module("guest_devices").foreign_rules(params)
+    # Ours (195:0) is none of theirs; a config that includes itself ends all the same.
+    assert set(found) == {"c 10:200 rwm", "c 240:* rwm", "c 242:* rwm"}
