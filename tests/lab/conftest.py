@@ -47,7 +47,16 @@ class Lab:
     def env(self) -> dict[str, str]:
         """The environment in which commands find this lab."""
         path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
-        extra = {"SPECRIG_LAB": self.name, "SPECRIG_JOURNAL": str(self.journal), "ANSIBLE_NOCOLOR": "1", "PATH": path}
+        # What a command that a test kills leaves in its scratch folder goes with the test's own.
+        scratch = self.journal.parent / "tmp"
+        scratch.mkdir(exist_ok=True)
+        extra = {
+            "SPECRIG_LAB": self.name,
+            "TMPDIR": str(scratch),
+            "SPECRIG_JOURNAL": str(self.journal),
+            "ANSIBLE_NOCOLOR": "1",
+            "PATH": path,
+        }
         return {**os.environ, **extra}
 
     def host(self, command: str, *, check: bool = False, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
