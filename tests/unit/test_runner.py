@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -63,6 +64,8 @@ def root(tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch) -> P
     monkeypatch.delenv("ANSIBLE_CONFIG", raising=False)
     monkeypatch.delenv("SPECRIG_RUN", raising=False)
     monkeypatch.setenv("SPECRIG_JOURNAL", str(tmp_path / "journal.jsonl"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return folder
 
 
@@ -234,6 +237,7 @@ def test_an_interrupt_ends_the_play_and_leaves_no_process(
                     os.kill(pid, signal.SIGKILL)
             raise
     assert driver.returncode == 0, err
+    assert list(tmp_path.glob("specrig-*")) == []
     result = json.loads(out)
     assert result["interrupted"] is True
     assert result["rc"] != 0
