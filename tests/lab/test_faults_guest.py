@@ -155,17 +155,38 @@ def test_a_guest_that_started_before_the_nodes_is_healed_without_a_restart(serve
 
 def test_nodes_too_narrow_for_the_service_user_are_widened_where_they_are(served):
     pids = served.guest(f"systemctl show -p MainPID --value {UNITS}").stdout
-    major = uvm_major(served)
     # On the host, as a driver with other settings makes it; and in the guest, a node of its own.
     served.host("chmod 0660 /dev/nvidia-uvm-tools", check=True)
-    served.guest(
-        f"umount /dev/nvidia0 && rm /dev/nvidia0 && mknod -m 0600 /dev/nvidia0 c 195 0; test {major}", check=True
-    )
+    served.guest("umount -l /dev/nvidia7 && rm /dev/nvidia7 && mknod -m 0600 /dev/nvidia7 c 195 7", check=True)
     recover(served)
     assert "/dev/nvidia-uvm-tools on the host has mode 0660, the service user needs 0666" in said(served)
-    assert "/dev/nvidia0 has mode 0600, the host's has 0666" in said(served)
-    assert inside(served, "gpu", "stat -c %a /dev/nvidia0 /dev/nvidia-uvm-tools").split() == ["666", "666"]
+    assert "/dev/nvidia7 has mode 0600, the host's has 0666" in said(served)
+    assert inside(served, "gpu", "stat -c %a /dev/nvidia7 /dev/nvidia-uvm-tools").split() == ["666", "666"]
     assert served.guest(f"systemctl show -p MainPID --value {UNITS}").stdout == pids
+
+
+def test_a_guest_that_nothing_else_can_help_is_restarted_gracefully_and_only_if_allowed(served):
+    major = uvm_major(served)
+    # Its rules are gone and no live change gets through any more: lxc-cgroup says it did and does nothing.
+    for minor in (0, 1):
+        served.host(f"lxc-cgroup -n gpu devices.deny 'c {major}:{minor} rw'", check=True)
+    served.host("mv /usr/bin/lxc-cgroup /usr/bin/lxc-cgroup.real && ln -s /bin/true /usr/bin/lxc-cgroup", check=True)
+    witness = "systemd-run --unit=witness --property=ExecStop='/bin/touch /root/stopped' /bin/sleep infinity"
+    served.guest(witness, check=True)
+    before = init(served)
+    try:
+        done = served.play("recover")
+        assert done.returncode != 0
+        assert "restart the guest, or set lxc_guest_allow_restart and run again" in done.stdout
+        assert init(served) == before
+        recover(served, "-e", "lxc_guest_allow_restart=true")
+        assert "guest gpu: restarted" in said(served)
+    finally:
+        served.host("mv /usr/bin/lxc-cgroup.real /usr/bin/lxc-cgroup", check=True)
+    assert init(served) != before
+    assert served.guest("test -e /root/stopped").returncode == 0, "its units were not stopped, they were killed"
+    assert served.guest(OPEN % {"major": major, "minor": 0}).stdout.strip() == "ENXIO"
+    assert served.guest(f"systemctl is-active {UNITS}").stdout.split() == ["active", "active"]
 
 
 @pytest.fixture
@@ -198,14 +219,18 @@ def test_guests_that_share_a_host_get_each_its_own_and_an_unprivileged_one_too(s
     assert check.returncode == 0, check.stdout + check.stderr
     assert f"+lxc.cgroup2.devices.allow = c {major}:0 rw" in check.stdout
     assert served.host("grep -c nvidia /var/lib/lxc/two/config").stdout.strip() == "0"
-    assert served.host("ls /var/lib/specrig/guests").stdout.split() == ["gpu.json"]
+    assert served.host("ls /var/lib/specrig/guests | grep -v placement").stdout.split() == ["gpu.json"]
     inits = {name: init(served, name) for name in ("gpu", "two", "mapped")}
 
     done = guests()
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert served.host("stat -c '%i %a' /var/lib/lxc/two/config").stdout == inode
-    assert served.host("ls /var/lib/specrig/guests").stdout.split() == ["gpu.json", "mapped.json", "two.json"]
+    assert served.host("ls /var/lib/specrig/guests | grep -v placement").stdout.split() == [
+        "gpu.json",
+        "mapped.json",
+        "two.json",
+    ]
     for name in ("two", "mapped"):
         assert f"c {major}:0 rw" in served.host(f"cat /var/lib/lxc/{name}/config").stdout
         seen = inside(served, name, "stat -c '%F %t:%T %a' /dev/nvidia-uvm")
