@@ -278,6 +278,11 @@ def main():
     plans, problems = ({}, []) if state == "stopped" else plan_all(module, names)
     for name in list(plans):
         overridden = foreign_lines(name)
+        if (units.get(name) or {}).get("load") == "masked":
+            overridden.append(
+                "{0}: its unit is masked, so nobody can start it; 'systemctl unmask {1}' in the guest, or serve: false "
+                "in the profile".format(name, serving.unit_name(name))
+            )
         if overridden:
             problems += overridden
             del plans[name]

@@ -6,7 +6,9 @@ versions are tried where the present ones are not found.
 
 from __future__ import annotations
 
+import threading
 import time
+import urllib.parse
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -15,6 +17,45 @@ import httpx
 
 from specrig.engine.errors import EngineError, classify, message
 from specrig.errors import UsageError
+
+_GRACE_S = 1.0
+_LARGEST = 256 << 20
+
+
+def check_endpoint(base_url: str, api_key: str | None) -> None:
+    """Refuse a URL that names no server, or a key that no header can carry, before anything is sent.
+
+    Raises:
+        UsageError: in one line, which never repeats a secret.
+    """
+    parts = urllib.parse.urlsplit(base_url)
+    if "@" in parts.netloc:
+        raise UsageError("the engine's URL has a user or password in it; expected http://HOST:PORT, give a key instead")
+    if any(ord(letter) <= 32 for letter in base_url):
+        raise UsageError(f"the engine's URL {base_url!r} holds a space or control character; expected http://HOST:PORT")
+    try:
+        port = parts.port
+        (parts.hostname or "").encode("idna")
+    except ValueError as error:
+        raise UsageError(
+            f"the engine's URL {base_url[:200]!r} can't be read: {error}; expected http://HOST:PORT"
+        ) from None
+    if port == 0:
+        raise UsageError(f"the engine's URL {base_url!r} has port 0; expected the port that the server listens on")
+    if api_key is not None and not all(32 < ord(letter) < 127 for letter in api_key):
+        raise UsageError("the API key holds a character that no HTTP header takes; expected printable ASCII, no spaces")
+
+
+def _read(response: httpx.Response, until: float) -> bytes:
+    """The body of an answer; an error where it is without end or takes too long."""
+    body = bytearray()
+    for piece in response.iter_bytes():
+        body += piece
+        if len(body) > _LARGEST:
+            raise httpx.ReadError(f"its answer has no end after {_LARGEST >> 20} MiB")
+        if time.monotonic() > until:
+            raise TimeoutError
+    return bytes(body)
 
 
 class EngineClient:
@@ -35,7 +76,9 @@ class EngineClient:
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise UsageError(f"the engine's URL is {base_url!r}; expected http://HOST:PORT")
         self.base_url = url
+        check_endpoint(base_url, api_key)
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._timeout_s = timeout_s
         self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout_s, trust_env=False)
 
     def __enter__(self) -> Self:
@@ -51,16 +94,47 @@ class EngineClient:
         self._http.close()
 
     def _send(self, method: str, path: str, *, timeout_s: float | None = None, **kwargs: Any) -> httpx.Response:
-        if timeout_s is not None:
-            kwargs["timeout"] = timeout_s
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
         try:
-            return self._http.request(method, path, **kwargs)
-        except httpx.TimeoutException as error:
-            raise EngineError(f"{self.base_url}{path} did not answer in time: {type(error).__name__}") from error
+            return self._whole(method, path, limit_s, **kwargs)
+        except (httpx.TimeoutException, TimeoutError) as error:
+            raise EngineError(f"{self.base_url}{path} did not answer in {limit_s:g} s") from error
         except httpx.HTTPError as error:
             raise EngineError(
                 f"{self.base_url}{path} can't be reached: {error}; is the server running there?"
             ) from error
+
+    def _whole(self, method: str, path: str, limit_s: float, **kwargs: Any) -> httpx.Response:
+        """One answer, read whole and within its time.
+
+        A socket's timeout starts anew with every byte, so a server that trickles would be waited for without end: the
+        call runs in a thread that is left behind when its time is up, and ends at the next piece it gets.
+
+        Raises:
+            TimeoutError: the time is up.
+        """
+        until = time.monotonic() + limit_s + _GRACE_S
+        outcome: list[httpx.Response | BaseException] = []
+
+        def call() -> None:
+            try:
+                with self._http.stream(method, path, timeout=limit_s, **kwargs) as response:
+                    body = _read(response, until)
+                    kept = [(name, value) for name, value in response.headers.items() if name != "content-encoding"]
+                    outcome.append(
+                        httpx.Response(response.status_code, headers=kept, content=body, request=response.request)
+                    )
+            except BaseException as error:
+                outcome.append(error)
+
+        thread = threading.Thread(target=call, name=f"specrig {method} {path}", daemon=True)
+        thread.start()
+        thread.join(limit_s + 2 * _GRACE_S)
+        if not outcome:
+            raise TimeoutError
+        if isinstance(outcome[0], BaseException):
+            raise outcome[0]
+        return outcome[0]
 
     def _object(self, method: str, *paths: str, timeout_s: float | None = None, **kwargs: Any) -> dict[str, Any]:
         response = None

@@ -23,6 +23,7 @@ from typing import cast
 
 import httptools
 
+from specrig.engine.client import check_endpoint
 from specrig.engine.errors import message as error_message
 from specrig.errors import UsageError
 from specrig.load.api import Decoder
@@ -345,6 +346,7 @@ class StreamClient:
         Raises:
             UsageError: the URL is not one of http or https.
         """
+        check_endpoint(url, api_key)
         parts = urllib.parse.urlsplit(url.rstrip("/").removesuffix("/v1"))
         try:
             port = parts.port
