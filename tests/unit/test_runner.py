@@ -126,6 +126,20 @@ def test_settings_are_the_collections_unless_the_operator_names_others(
     assert runner.environment()["ANSIBLE_CONFIG"] == "/etc/ansible/own.cfg"
 
 
+@pytest.mark.parametrize(
+    ("terminal", "no_color", "wanted"), [(True, None, True), (True, "1", False), (False, None, False)]
+)
+def test_colours_are_for_terminals(
+    root: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool, no_color: str | None, wanted: bool
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if no_color is not None:
+        monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    settings = runner.environment()
+    assert ("ANSIBLE_FORCE_COLOR" in settings, "ANSIBLE_NOCOLOR" in settings) == (wanted, not wanted)
+
+
 def test_a_run_is_journaled_and_its_reports_collected(root: Path, here: Path, tmp_path: Path) -> None:
     result = runner.run_playbook("tiny", here, {"specrig_reason": "to see"}, quiet=True)
     assert (result.rc, result.interrupted, result.changed, result.failures) == (0, False, 1, [])

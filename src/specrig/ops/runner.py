@@ -84,13 +84,15 @@ def inventory_path(given: str | None) -> Path:
 def environment() -> dict[str, str]:
     """Settings that make ansible-playbook find the collection and write the journal, wherever it is started."""
     root = collection_root()
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     settings = {
         "ANSIBLE_CONFIG": str(root / "ansible.cfg"),
         "ANSIBLE_COLLECTIONS_PATH": str(root / ".collections" if checkout() else root.parents[2]),
         "ANSIBLE_CALLBACKS_ENABLED": "specrig.host.journal",
         # Its child ends when it does, also by kill -9.
         "SPECRIG_DRIVER": str(os.getpid()),
-        "ANSIBLE_FORCE_COLOR": "1" if sys.stdout.isatty() and "NO_COLOR" not in os.environ else "0",
+        # It writes to a terminal of ansible-runner's, whatever this process writes to.
+        "ANSIBLE_FORCE_COLOR" if colour else "ANSIBLE_NOCOLOR": "1",
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
     }
     return {**settings, **{name: os.environ[name] for name in ("ANSIBLE_CONFIG",) if name in os.environ}}
