@@ -190,7 +190,7 @@ class Box:
         self.majors: dict[str, int | None] = {"nvidia": 195, "nvidia-uvm": None, "nvidia-caps": None}
         self.calls: list[str] = []
         monkeypatch.setattr(module, "read_majors", lambda: dict(self.majors))
-        monkeypatch.setattr(module, "read_minors", lambda: [0])
+        monkeypatch.setattr(module, "read_minors", lambda _timeout: ([0], None))
         monkeypatch.setattr(module.Driver, "load", lambda driver, name: self.load(name))
         monkeypatch.setattr(module.Driver, "make", lambda driver, minors: self.calls.append("make"))
         self.seen: dict[str, dict[str, Any]] = {}
@@ -271,7 +271,7 @@ def test_a_kernel_without_the_module_is_named(driver):
     box.problem = "modprobe: FATAL: Module nvidia-uvm not found in directory /lib/modules/6.8.0"
     done = call()
     assert done["failed"] is True
-    assert "the module nvidia-uvm does not load on kernel" in done["msg"]
+    assert "the module nvidia-uvm does not load: kernel" in done["msg"]
     assert "see 'dkms status'" in done["msg"]
     assert "\n" not in done["msg"]
 
