@@ -89,7 +89,15 @@ def read(path):
         return None
     except (OSError, ValueError):
         return {}
-    return record if isinstance(record, dict) else {}
+    return record if isinstance(record, dict) and is_whole(record) else {}
+
+
+def is_whole(record):
+    """Tells whether a record can be judged: a run's name, and numbers where there have to be some."""
+    numbers = [record.get("clock_s", 0), 0 if record.get("ttl_s") is None else record["ttl_s"]]
+    return isinstance(record.get("run"), str) and all(
+        isinstance(number, (int, float)) and not isinstance(number, bool) for number in numbers
+    )
 
 
 def write(path, record):
@@ -204,9 +212,15 @@ def main():
         module.fail_json(msg="the lock %s cannot be written (%s): become root on the host" % (path, problem.strerror))
     with guard:
         fcntl.flock(guard, fcntl.LOCK_EX)
-        if module.params["state"] == "free":
-            give_back(module, path, owner, result)
-        take(module, path, owner, result)
+        try:
+            if module.params["state"] == "free":
+                give_back(module, path, owner, result)
+            take(module, path, owner, result)
+        except OSError as problem:
+            module.fail_json(
+                msg="the lock %s cannot be written (%s): make room in its file system, or remove what is at that path"
+                % (path, problem.strerror)
+            )
 
 
 if __name__ == "__main__":

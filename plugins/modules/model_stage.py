@@ -169,11 +169,18 @@ def copy_file(source, target, path, expected):
     return found
 
 
-def remove_temporaries(target):
+def temporaries(target):
+    """What a staging that was killed, or one that goes on right now, has not finished."""
     for base, _folders, names in os.walk(target):
         for name in names:
-            if name.startswith(modelfiles.TEMPORARY_PREFIX):
-                os.unlink(os.path.join(base, name))
+            path = os.path.join(base, name)
+            if name.startswith(modelfiles.TEMPORARY_PREFIX) and os.path.isfile(path):
+                yield path
+
+
+def remove_temporaries(target):
+    for path in list(temporaries(target)):
+        os.unlink(path)
 
 
 def read_marker(target):
@@ -251,13 +258,18 @@ def is_complete(state):
     return bool(state["marker"]) and not (steps["verify"] or steps["copy"] or steps["drop"])
 
 
+def is_verified(state):
+    """Whether a manifest that may have come later names every file; their sums were compared in the plan."""
+    return bool(state["manifest"]) and set(state["manifest"]) >= set(state["files"])
+
+
 def check_space(state):
     needed = sum(state["files"][path]["size"] for path in state["plan"]["copy"])
     place = state["target"]
     while not os.path.isdir(place):
         place = os.path.dirname(place)
     about = os.statvfs(place)
-    free = about.f_bavail * about.f_frsize
+    free = about.f_bavail * about.f_frsize + sum(os.path.getsize(path) for path in temporaries(state["target"]))
     if needed > free:
         raise ModelError(
             "%s has %.2f GB free and staging %s needs %.2f GB; raise model_store_size or remove another model"
@@ -265,63 +277,68 @@ def check_space(state):
         )
 
 
-def stage(name, state, streams):
-    """Does what the survey says; returns the new marker."""
-    source, target, steps, manifest = state["source"], state["target"], state["plan"], state["manifest"]
-    check_source(source, state["files"])
+@contextlib.contextmanager
+def alone(target):
+    """Keep other stagings of a model out: one of a run that was killed goes on in the background and is waited for."""
     os.makedirs(target, mode=0o755, exist_ok=True)
     with open(os.path.join(target, ".specrig-lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         remove_temporaries(target)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(os.path.join(target, modelfiles.MARKER_NAME))
-        for path in steps["drop"]:
-            os.unlink(os.path.join(target, path))
-        sums = {path: state["marker"]["files"][path]["sha256"] for path in steps["keep"]}
+        yield
 
-        def verify(path):
-            found = digest(os.path.join(target, path))
-            if found == manifest[path]:
-                return path, found, False
-            return path, copy_file(source, target, path, manifest[path]), True
 
-        def copy(path):
-            return path, copy_file(source, target, path, manifest.get(path)), True
+def stage(name, state, streams):
+    """Does what the survey says; returns the new marker."""
+    source, target, steps, manifest = state["source"], state["target"], state["plan"], state["manifest"]
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(os.path.join(target, modelfiles.MARKER_NAME))
+    for path in steps["drop"]:
+        os.unlink(os.path.join(target, path))
+    sums = {path: state["marker"]["files"][path]["sha256"] for path in steps["keep"]}
 
-        largest = lambda path: -state["files"][path]["size"]  # noqa: E731
-        copied = []
-        with concurrent.futures.ThreadPoolExecutor(max_workers=max(1, streams)) as pool:
-            jobs = [pool.submit(verify, path) for path in sorted(steps["verify"], key=largest)]
-            jobs += [pool.submit(copy, path) for path in sorted(steps["copy"], key=largest)]
-            try:
-                for job in concurrent.futures.as_completed(jobs):
-                    path, found, was_copied = job.result()
-                    sums[path] = found
-                    if was_copied:
-                        copied.append(path)
-            except BaseException:
-                for job in jobs:
-                    job.cancel()
-                raise
-        now = look(target)
-        rows = {
-            path: {
-                "size": now[path]["size"],
-                "mtime_ns": now[path]["mtime_ns"],
-                "source_mtime_ns": state["files"][path]["mtime_ns"],
-                "sha256": sums[path],
-            }
-            for path in state["files"]
+    def verify(path):
+        found = digest(os.path.join(target, path))
+        if found == manifest[path]:
+            return path, found, False
+        return path, copy_file(source, target, path, manifest[path]), True
+
+    def copy(path):
+        return path, copy_file(source, target, path, manifest.get(path)), True
+
+    largest = lambda path: -state["files"][path]["size"]  # noqa: E731
+    copied = []
+    with concurrent.futures.ThreadPoolExecutor(max_workers=max(1, streams)) as pool:
+        jobs = [pool.submit(verify, path) for path in sorted(steps["verify"], key=largest)]
+        jobs += [pool.submit(copy, path) for path in sorted(steps["copy"], key=largest)]
+        try:
+            for job in concurrent.futures.as_completed(jobs):
+                path, found, was_copied = job.result()
+                sums[path] = found
+                if was_copied:
+                    copied.append(path)
+        except BaseException:
+            for job in jobs:
+                job.cancel()
+            raise
+    now = look(target)
+    rows = {
+        path: {
+            "size": now[path]["size"],
+            "mtime_ns": now[path]["mtime_ns"],
+            "source_mtime_ns": state["files"][path]["mtime_ns"],
+            "sha256": sums[path],
         }
-        marker = {
-            "schema": modelfiles.MARKER_SCHEMA,
-            "model": name,
-            "source": source,
-            "verified": "manifest" if set(manifest) >= set(rows) else "partly" if manifest else "unknown",
-            "staged_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "files": rows,
-        }
-        write_marker(target, marker)
+        for path in state["files"]
+    }
+    marker = {
+        "schema": modelfiles.MARKER_SCHEMA,
+        "model": name,
+        "source": source,
+        "verified": "manifest" if set(manifest) >= set(rows) else "partly" if manifest else "unknown",
+        "staged_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "files": rows,
+    }
+    write_marker(target, marker)
     return marker, sorted(copied)
 
 
@@ -360,7 +377,7 @@ def main():
             if state["lost"]:
                 said["notes"].append("model %s is in RAM; its source %s is not there now" % (name, state["source"]))
             if done:
-                verified = state["marker"].get("verified")
+                verified = "manifest" if is_verified(state) else state["marker"].get("verified")
                 before.append("%s: %d files, %d bytes" % (name, len(state["files"]), total))
                 after.append(before[-1])
                 status = "pass" if verified == "manifest" else "unknown"
@@ -391,7 +408,15 @@ def main():
                     said["changed"].append("would stage model %s, %.2f GB" % (name, total / 1e9))
                 continue
             started = time.monotonic()
-            marker, copied = stage(name, state, module.params["streams"])
+            check_source(state["source"], state["files"])
+            with alone(state["target"]):
+                # Who was waited for may have done it all.
+                state = survey(name, module.params["models"][name] or {}, module.params["target"])
+                if is_complete(state):
+                    marker, copied = state["marker"], []
+                else:
+                    check_space(state)
+                    marker, copied = stage(name, state, module.params["streams"])
             seconds = time.monotonic() - started
             report[name].update(complete=True, copied=copied, seconds=round(seconds, 2))
             amount = sum(state["files"][path]["size"] for path in copied)

@@ -125,3 +125,24 @@ def test_a_process_is_gone_only_where_that_is_known(action, monkeypatch):
     assert action.is_gone({}) is False
     monkeypatch.setattr(action, "_read", lambda path: None)
     assert action.is_gone(record) is False
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"clock_s": "x"}, {"ttl_s": []}, {"ttl_s": True}, {"run": 7}, {"run": None}],
+    ids=["clock", "ttl", "ttl-bool", "run", "no-run"],
+)
+def test_a_record_of_wrong_types_is_taken_over_as_unreadable(lock, damage):
+    lock(ANN)
+    lock.file.write_text(json.dumps({**json.loads(lock.file.read_text()), **damage}))
+    done = lock(BOB)
+    assert done["holder"]["run"] == "r2"
+    assert done["specrig"]["notes"] == ["took over the lock of an unknown run: its file could not be read"]
+
+
+@pytest.mark.parametrize("state", ["held", "free"])
+def test_something_else_in_the_locks_place_is_one_line(lock, state):
+    lock.file.mkdir(parents=True)
+    done = lock(ANN, state=state)
+    assert done["failed"] is True
+    assert done["msg"].startswith(f"the lock {lock.file} cannot be written (Is a directory)")

@@ -10,6 +10,7 @@ import signal
 import struct
 import subprocess
 import sys
+import types
 import time
 from pathlib import Path
 from typing import Any
@@ -286,3 +287,46 @@ def test_killed_in_the_middle_it_goes_on_where_it_was(stage, source, tmp_path, r
     # What was whole is read again and kept, not copied again.
     assert (stage.target / "config.json").stat().st_ino == small
     assert "config.json" not in done["models"]["M"]["copied"]
+
+
+def test_a_manifest_that_comes_later_is_compared_with_the_sums_of_the_copy(stage, source):
+    text = (source / "MANIFEST.sha256").read_text()
+    (source / "MANIFEST.sha256").unlink()
+    assert stage()["specrig"]["gates"][0]["status"] == "unknown"
+    (source / "MANIFEST.sha256").write_text(text)
+    done = stage()
+    assert not done["changed"]
+    assert done["specrig"]["gates"][0]["status"] == "pass"
+
+
+def test_who_waited_for_another_staging_does_nothing_again(stage, monkeypatch):
+    stage()
+    seen = []
+    survey = stage.module.survey
+    blank = {"keep": [], "verify": [], "drop": []}
+
+    def late(*arguments):
+        """The first look finds nothing; the one after the lock finds what the other run did."""
+        state = survey(*arguments)
+        seen.append(1)
+        return state if len(seen) > 1 else {**state, "marker": None, "plan": {**blank, "copy": sorted(state["files"])}}
+
+    monkeypatch.setattr(stage.module, "survey", late)
+    monkeypatch.setattr(stage.module, "copy_file", lambda *rest: pytest.fail(f"copied {rest}"))
+    done = stage()
+    assert len(seen) == 2
+    assert "0 files, 0.00 GB" in done["specrig"]["changed"][0]
+
+
+def test_what_a_killed_staging_left_is_not_missed_as_room(stage, monkeypatch):
+    left = stage.target / f"{stage.module.modelfiles.TEMPORARY_PREFIX}model-00001-of-00002.safetensors"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"x" * 100_000_000)
+
+    def room(_place):
+        return types.SimpleNamespace(f_bavail=1 if left.exists() else 100_000_001, f_frsize=1)
+
+    monkeypatch.setattr(stage.module.os, "statvfs", room)
+    assert not stage(copy=False).get("failed")
+    assert not stage().get("failed")
+    assert not left.exists()

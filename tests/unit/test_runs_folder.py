@@ -220,3 +220,26 @@ def test_a_damaged_manifest_is_one_line(tmp_path: Path, damage: dict[str, object
     file.write_text('{"schema": 1}')
     with pytest.raises(UsageError, match="run is NoneType, expected str"):
         RunFolder.open(tmp_path / "r")
+
+
+@pytest.mark.parametrize("loss", ["file", "line", "cut"])
+def test_a_cell_whose_requests_are_lost_runs_again(tmp_path: Path, loss: str) -> None:
+    with RunFolder.create(tmp_path / "r", {}) as run, run.lock():
+        for cell in ("a", "b"):
+            run.append_requests([record(cell, 0), record(cell, 1)])
+            run.finish_cell({**row(cell, "done"), "requests": 2})
+        run.finish_cell({**row("c", "skipped"), "requests": 0})
+    file = tmp_path / "r" / "requests.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    assert RunFolder.open(tmp_path / "r").done_cells() == {("a", 0), ("b", 0), ("c", 0)}
+    if loss == "file":
+        file.unlink()
+    else:
+        file.write_text("".join(lines)[:-9] if loss == "cut" else "".join(lines[:-1]))
+    with RunFolder.open(tmp_path / "r") as run, run.lock():
+        assert run.done_cells() == {("c", 0)} | ({("a", 0)} if loss != "file" else set())
+        run.set_aside({("b", 0)})
+        run.append_requests([record("b", 0), record("b", 1)])
+        run.finish_cell({**row("b", "done"), "requests": 2})
+        assert ("b", 0) in run.done_cells()
+        assert sum(line["cell"] == "b" for line in run.read_requests()) == 2

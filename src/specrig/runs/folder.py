@@ -7,6 +7,7 @@ point leaves a folder that opens; the cells that were not finished are the ones 
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import datetime
 import fcntl
@@ -183,10 +184,17 @@ class RunFolder:
     def done_cells(self) -> set[tuple[str, int]]:
         """The ``(cell, launch)`` pairs that need no more running.
 
-        Failed and aborted ones are not among them: resuming runs those again.
+        Failed and aborted ones are not among them, nor is one whose requests are not all there any more (a file that
+        was lost, or cut by hand): resuming runs those again.
         """
+        there: collections.Counter[tuple[str, int]] = collections.Counter()
+        for record in self.read_requests():
+            there[str(record.get("cell")), int(record.get("launch", 0))] += 1
         return {
-            (str(row["cell"]), int(row.get("launch", 0))) for row in self.read_cells() if row["state"] in FINAL_STATES
+            part
+            for row in self.read_cells()
+            if row["state"] in FINAL_STATES
+            and there[part := (str(row["cell"]), int(row.get("launch", 0)))] >= int(row.get("requests") or 0)
         }
 
     # -- writing ------------------------------------------------------------------------------------------------
