@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     base, new = read_run(args.base), read_run(args.new)
     _same_kind(base, new)
     found = compare_runs(base, new, max_regression=limit, level=level, launch_spread=spread, metrics=metrics)
-    if not found.changes and not found.lost:
+    if not found.changes and not any(item.broken for item in found.lost):
         raise UsageError(
             f"{args.base} and {args.new}: no cell that both have as valid (same method, tp, prompt and output "
             f"tokens, load and prompts); compare runs of one sweep"
@@ -156,7 +156,7 @@ def _screen(
     broken = sum(item.broken for item in found.lost)
     if broken:
         said.insert(0, f"{broken} broken cell{'s' if broken > 1 else ''}")
-    out.append(f"{'FAILED' if found.failed else 'ok'}: {', '.join(said) or 'nothing to compare'}")
+    out.append(f"{'FAILED' if found.failed else 'ok'}: {', '.join(said)}")
     return "\n".join(out)
 
 

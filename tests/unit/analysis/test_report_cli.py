@@ -294,6 +294,12 @@ def test_a_cell_that_was_not_run_is_said_and_passes(make_run: Any, capsys: Any) 
     assert "not run: tp1 ddtree-b15" in capsys.readouterr().out
 
 
+def test_runs_without_a_common_cell_are_no_pass(make_run: Any, capsys: Any) -> None:
+    base, new = make_run("base", methods=("autoregressive",)), make_run("new", methods=("dflash",))
+    assert main(["compare", str(base), str(new)]) == 2
+    assert "no cell that both have as valid" in capsys.readouterr().err
+
+
 def test_runs_of_different_kinds_are_refused(make_run: Any, capsys: Any) -> None:
     base, new = make_run("base"), make_run("new")
     manifest = json.loads((new / "manifest.json").read_text())
