@@ -10,8 +10,8 @@ import signal
 import struct
 import subprocess
 import sys
-import types
 import time
+import types
 from pathlib import Path
 from typing import Any
 
