@@ -119,7 +119,10 @@ class Files:
         shown = [masked(value) if secret else value for value in (before or "", text)]
         self.diff.append({"before_header": path, "after_header": path, "before": shown[0], "after": shown[1]})
         if not self.check:
-            write(path, text, mode)
+            try:
+                write(path, text, mode)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, path) from None
         return True
 
 
@@ -294,7 +297,14 @@ def main():
 
     files = Files(module.check_mode)
     if state != "stopped":
-        touched = write_files(files, params["settings"].get("unit") or {}, plans)
+        try:
+            touched = write_files(files, params["settings"].get("unit") or {}, plans)
+        except OSError as error:
+            module.fail_json(
+                msg="{0} cannot be written in the guest: {1}; make it writable or free some space, then run again".format(
+                    error.filename, error.strerror
+                )
+            )
         for name in touched:
             known = name == "*" or (units.get(name) or {}).get("load") == "loaded"
             what = "the unit template" if name == "*" else "the unit of " + name

@@ -58,6 +58,7 @@ mount_unit:
   type: str
 """
 
+import contextlib
 import os
 import re
 
@@ -79,27 +80,33 @@ def read(path):
 def write(path, content, mode):
     os.makedirs(os.path.dirname(path), exist_ok=True)
     temporary = "%s.specrig-%d" % (path, os.getpid())
-    with open(temporary, "w", encoding="utf-8") as handle:
-        handle.write(content)
-        handle.flush()
-        os.fchmod(handle.fileno(), mode)
-        os.fsync(handle.fileno())
-    os.rename(temporary, path)
+    try:
+        with open(temporary, "w", encoding="utf-8") as handle:
+            handle.write(content)
+            handle.flush()
+            os.fchmod(handle.fileno(), mode)
+            os.fsync(handle.fileno())
+        os.rename(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
 
 
 def states(module, names):
-    """{unit: (active, enabled)} in one call."""
+    """({unit: (active, enabled)}, whether systemd has to read some unit's file again) in one call."""
     if not names:
-        return {}
-    argv = ["systemctl", "show", "-p", "Id,ActiveState,UnitFileState,Result", *names]
+        return {}, False
+    argv = ["systemctl", "show", "-p", "Id,ActiveState,UnitFileState,NeedDaemonReload,Result", *names]
     code, out, err = module.run_command(argv)
     if code != 0:
         module.fail_json(msg="systemctl cannot be asked (%s); systemd has to run on the host" % err.strip())
-    found = {}
+    found, stale = {}, False
     for part in out.strip().split("\n\n"):
         row = dict(re.findall(r"^(\w+)=(.*)$", part, re.M))
         found[row.get("Id")] = (row.get("ActiveState") == "active", row.get("UnitFileState") == "enabled")
-    return found
+        stale = stale or row.get("NeedDaemonReload") == "yes"
+    return found, stale
 
 
 def systemctl(module, *words):
@@ -154,14 +161,23 @@ def main():
         diff.append({"before_header": path, "after_header": path, "before": old or "", "after": content})
         written.append(path)
         if not module.check_mode:
-            write(path, content, mode)
+            try:
+                write(path, content, mode)
+            except OSError as problem:
+                module.fail_json(
+                    msg="%s cannot be written: %s; make it writable, or free some space, and run again"
+                    % (path, problem.strerror or problem)
+                )
     if written:
         told.append(("would write %s" if module.check_mode else "wrote %s") % ", ".join(written))
     reload = any(path.startswith(UNIT_FOLDER) for path in written)
     if reload and not module.check_mode:
         systemctl(module, "daemon-reload")
 
-    now = states(module, sorted(set(enabled + started)))
+    now, stale = states(module, sorted(set(enabled + started)))
+    if stale and not module.check_mode:
+        # Someone wrote a unit and did not get to the reload: a run that was killed in between, for one.
+        systemctl(module, "daemon-reload")
     enable = [name for name in enabled if not now.get(name, (False, False))[1]]
     start = [name for name in started if not now.get(name, (False, False))[0]]
     if enable:

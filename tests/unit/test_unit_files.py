@@ -22,10 +22,12 @@ show)
     for unit; do
         echo "Id=$unit"
         echo "Result=success"
+        [ -e "$state/stale" ] && echo NeedDaemonReload=yes
         [ -e "$state/active-$unit" ] && echo ActiveState=active || echo ActiveState=inactive
         [ -e "$state/enabled-$unit" ] && echo UnitFileState=enabled || echo UnitFileState=disabled
         echo
     done ;;
+daemon-reload) rm -f "$state/stale"; echo daemon-reload >> "$state/log" ;;
 enable) for unit; do : > "$state/enabled-$unit"; done; echo "enable $*" >> "$state/log" ;;
 start)
     echo "start $*" >> "$state/log"
@@ -126,3 +128,28 @@ def test_a_relative_mount_point_is_refused(host):
     done = host(mount_point="srv/ram", mount_content="[Mount]")
     assert done["failed"] is True
     assert "is no absolute path" in done["msg"]
+
+
+def test_a_full_disk_is_one_line_with_the_path_and_leaves_nothing(host, monkeypatch):
+    module = importlib.import_module("ansible_collections.specrig.host.plugins.modules.unit_files")
+
+    def full(_descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module.os, "fsync", full)
+    path = host.units / "a.service"
+    done = host(files={str(path): "[Unit]"}, enabled=["a.service"])
+    assert done["failed"] is True
+    assert done["msg"].startswith(f"{path} cannot be written: No space left on device; ")
+    assert list(host.units.iterdir()) == []
+    assert log(host) == []
+
+
+def test_a_unit_that_was_written_and_never_read_is_read(host):
+    path = host.units / "a.service"
+    host(files={str(path): "[Unit]"}, enabled=["a.service"])
+    (host.state / "log").unlink()
+    (host.state / "stale").touch()
+    done = host(files={str(path): "[Unit]"}, enabled=["a.service"])
+    assert not done["changed"]
+    assert log(host) == ["daemon-reload"]
