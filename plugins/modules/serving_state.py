@@ -301,9 +301,8 @@ def main():
             touched = write_files(files, params["settings"].get("unit") or {}, plans)
         except OSError as error:
             module.fail_json(
-                msg="{0} cannot be written in the guest: {1}; make it writable or free some space, then run again".format(
-                    error.filename, error.strerror
-                )
+                msg="{0} cannot be written in the guest: {1}; make it writable, or free some space, and run "
+                "again".format(error.filename, error.strerror)
             )
         for name in touched:
             known = name == "*" or (units.get(name) or {}).get("load") == "loaded"

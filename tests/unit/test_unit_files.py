@@ -27,7 +27,7 @@ show)
         [ -e "$state/enabled-$unit" ] && echo UnitFileState=enabled || echo UnitFileState=disabled
         echo
     done ;;
-daemon-reload) rm -f "$state/stale"; echo daemon-reload >> "$state/log" ;;
+daemon-reload) rm -f "$state/stale"; echo "daemon-reload $*" >> "$state/log" ;;
 enable) for unit; do : > "$state/enabled-$unit"; done; echo "enable $*" >> "$state/log" ;;
 start)
     echo "start $*" >> "$state/log"
@@ -152,4 +152,4 @@ def test_a_unit_that_was_written_and_never_read_is_read(host):
     (host.state / "stale").touch()
     done = host(files={str(path): "[Unit]"}, enabled=["a.service"])
     assert not done["changed"]
-    assert log(host) == ["daemon-reload"]
+    assert log(host) == ["daemon-reload "]
