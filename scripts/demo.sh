@@ -16,4 +16,5 @@ specrig recover --reason "demo: after the reboot"
 step "a small sweep: autoregressive against DFlash and DDTree"
 specrig bench "sweeps/$sweep.yml" --reason "demo" --yes
 step "done"
-echo "Look around: specrig lab status, specrig lab shell guest, specrig runs list.  Take it down: specrig lab down"
+echo "Look around: . .venv/bin/activate, then specrig lab status, specrig lab shell guest, specrig runs list."
+echo "Take it down: specrig lab down, or make clean for everything."
