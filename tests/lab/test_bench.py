@@ -461,6 +461,11 @@ def test_abort_ends_what_a_killed_controller_left(serving: Any, tmp_path: Path) 
 def test_a_timer_runs_sweeps_one_at_a_time_with_the_host_as_its_own_controller(serving: Any, tmp_path: Path) -> None:
     names = ("timed", "second")
     calendar = ("--on-calendar", "2035-01-01 02:00:00", "--reason", "every so often", "--json")
+    sweep = write_sweep(tmp_path, "never", ["tp1-dflash"], 1, {"requests": 2})
+    never = serving.run("specrig", "schedule", str(sweep), "--on-calendar", "tomorrowish", "--json")
+    assert never.returncode == 1
+    assert "Failed to parse calendar specification 'tomorrowish'" in never.stdout + never.stderr
+    assert serving.host("ls /etc/systemd/system").stdout.count("specrig-sweep@never") == 0
     for name in names:
         sweep = write_sweep(tmp_path, name, ["tp1-dflash"], 1, {"requests": 2})
         done = serving.run("specrig", "schedule", str(sweep), *calendar)
