@@ -183,7 +183,7 @@ async def run_cell(cell: Cell, context: Context) -> CellRow:
         warmup = await _warm_up(cell, context, prompts[0][0])
         if cell.cache == "flush" and not context.stop.is_set():
             await _flush(context)
-        await context.client.open(_connections(cell) + 1)
+        await context.client.open(connections(cell) + 1)
     except EngineError as error:
         if context.stop.is_set():
             return row("aborted", "interrupted before its first request", **known)
@@ -262,7 +262,8 @@ def _job(cell: Cell, context: Context, prompt: Prompt, index: int) -> _Job:
     )
 
 
-def _connections(cell: Cell) -> int:
+def connections(cell: Cell) -> int:
+    """How many connections a cell has open at once."""
     if cell.arrival == "closed":
         return min(cell.concurrency or 1, cell.requests)
     return min(cell.concurrency or cell.requests, cell.requests, 512)
@@ -604,12 +605,15 @@ def _judge(
     why = rules.verdict(checks)
     if context.stop.is_set() and len(records) - sum(r.error == "aborted" for r in records) < planned:
         state, why = "aborted", f"interrupted after {len(good)} of {planned} requests"
-    elif not good:
+    elif not good or outcome.gave_up or (context.sglang and after is None):
+        # Not a measurement that broke a rule: one that a failing server cut off, and that a resume makes again.
         state = "failed"
     else:
         state = "done" if why is None else "invalid"
     if outcome.gave_up and state != "aborted":
         why = f"given up after {outcome.in_row} failures in a row; {why}"
+    if context.sglang and after is None and state == "failed":
+        why = f"the server does not answer any more; {why}"
     sessions, session_rate = _sessions(cell, good)
     return row(
         state,

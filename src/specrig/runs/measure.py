@@ -10,6 +10,7 @@ import contextlib
 import getpass
 import os
 import platform
+import resource
 import signal
 import socket
 import time
@@ -23,7 +24,7 @@ import msgspec
 
 from specrig import __version__
 from specrig.errors import GateError, UsageError
-from specrig.load.cell import Context, Control, run_cell
+from specrig.load.cell import Context, Control, connections, run_cell
 from specrig.load.checks import asked_for, verdict
 from specrig.load.stream import StreamClient, Timeouts, clock
 from specrig.model.cell import Cell
@@ -32,6 +33,9 @@ from specrig.model.sweep import Sweep
 from specrig.runs.folder import RunFolder, utc_now
 from specrig.tokens.budget import Limits
 from specrig.tokens.tokenizer import Tokenizer
+
+_OWN_FILES = 64
+"""Files of the run, sockets of control calls, libraries: what a load has open beside its streams."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,12 +155,31 @@ def run_job(run: RunFolder, job: Job, progress: Progress | None = None) -> tuple
         asked = asked_for(job.cells[0], job.info)
         if asked.ok is False:
             raise GateError(f"{job.url}: {verdict([asked])}; nothing was measured")
+    _allow_files(max((connections(cell) for cell in job.cells), default=0))
     t0_unix = _enter_launch(run, job)
     run.set_aside({(cell.id, job.launch) for cell in job.cells})
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_run(run, job, progress or Progress(), t0_unix))
+
+
+def _allow_files(count: int) -> None:
+    """See to it that this process may have so many connections, beside its own files.
+
+    Raises:
+        UsageError: it may not.
+    """
+    wanted = count + _OWN_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        raise UsageError(
+            f"{count} connections at once need {wanted} open files and this process may have {hard}; raise the limit "
+            f"(ulimit -Hn {wanted}), or lower the sweep's concurrency"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _enter_launch(run: RunFolder, job: Job) -> float:
