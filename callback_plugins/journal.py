@@ -281,6 +281,9 @@ class CallbackModule(CallbackBase):
                 for key, value in stats.summarize(host).items():
                     totals[key] = totals.get(key, 0) + value
             bad = totals.get("failures", 0) + totals.get("unreachable", 0)
+            if not hosts:
+                why = "no host that it works on is in the inventory, or left by --limit"
+                self._failed.append(("nobody", "nothing was done", why, "failed"))
             outcome = "failed" if bad or not hosts else "changed" if totals.get("changed") else "ok"
             seconds = round(time.monotonic() - self._started, 1)
             found = self._collected["found"]

@@ -238,3 +238,41 @@ def test_a_ctrl_c_that_python_dropped_ends_the_run_at_the_next_task(module, monk
     handlers[signal.SIGINT](signal.SIGINT, None)
     with pytest.raises(KeyboardInterrupt):
         callback.v2_playbook_on_task_start(None, False)
+
+
+@pytest.mark.parametrize(
+    ("inventory", "code", "words"),
+    [
+        ("all: {hosts: {}}", 1, "Could not match supplied host pattern, ignoring: gpu_hosts"),
+        ("[broken", 1, "No inventory was parsed"),
+        (
+            "gpu_hosts: {hosts: {one: }}\ngpu_guests: {hosts: {two: {lxc_guest_host: one}}}",
+            2,
+            "two: Refuse guests without their host: its host one is not in this run (--limit two)",
+        ),
+    ],
+    ids=["no-group", "garbage", "limited-to-guests"],
+)
+def test_a_play_without_hosts_is_no_success(
+    repository: Path, tmp_path: Path, inventory: str, code: int, words: str
+) -> None:
+    (tmp_path / "hosts.yml").write_text(inventory)
+    done = subprocess.run(
+        [
+            *ANSIBLE,
+            "-i",
+            str(tmp_path / "hosts.yml"),
+            "playbooks/recover.yml",
+            *(["--limit", "two"] if not code else []),
+        ],
+        cwd=repository,
+        env={**os.environ, "ANSIBLE_CONFIG": str(repository / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == code
+    assert words in " ".join((done.stdout + done.stderr).split())
+    assert "nothing to change" not in done.stdout

@@ -92,6 +92,9 @@ def environment() -> dict[str, str]:
         # Its child ends when it does, also by kill -9.
         "SPECRIG_DRIVER": str(os.getpid()),
         # It writes to a terminal of ansible-runner's, whatever this process writes to.
+        # Said in a line of our own, with the exit code of bad input:
+        "ANSIBLE_HOST_PATTERN_MISMATCH": "warning",
+        "ANSIBLE_INVENTORY_UNPARSED_FAILED": "False",
         "ANSIBLE_FORCE_COLOR" if colour else "ANSIBLE_NOCOLOR": "1",
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
     }
