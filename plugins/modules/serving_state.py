@@ -100,6 +100,16 @@ from ansible.module_utils.basic import AnsibleModule
 from ..module_utils import serving
 
 SYSTEM = "/etc/systemd/system"
+# What check mode says in place of what was done.
+WOULD = {
+    "wrote": "write",
+    "rewrote": "rewrite",
+    "started": "start",
+    "restarted": "restart",
+    "stopped": "stop",
+    "enabled": "enable",
+    "disabled": "disable",
+}
 
 
 class Files:
@@ -373,6 +383,9 @@ def main():
     for target in targets:
         target["env"] = serving.mask_env(target["env"])
         target["argv"] = serving.mask_argv(target["argv"])
+    if module.check_mode:
+        words = [line.partition(" ") for line in changed]
+        changed = ["would {0} {1}".format(WOULD[verb], rest) for verb, _, rest in words]
     # What is started or stopped by name is a step of something larger: the journal has each, the screen its outcome.
     report = {"found": found, "changed": changed, "notes": notes}
     if state != "present":
