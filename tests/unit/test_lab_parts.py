@@ -252,3 +252,13 @@ def test_the_model_folder_is_valid_and_complete(tmp_path: Path) -> None:
     assert config["text_config"]["max_position_embeddings"] == 262144
     with pytest.raises(UsageError, match="at least 1"):
         model.build_model(tmp_path / "none", 0)
+
+
+def test_a_model_that_the_disk_cannot_hold_is_refused_before_it_is_written(tmp_path, monkeypatch):
+    from specrig.errors import UsageError
+    from specrig.ops.lab import rootfs
+
+    monkeypatch.setattr(rootfs, "CACHE_ROOT", tmp_path)
+    with pytest.raises(UsageError, match=r"a model of 999999999 MB needs 1000000499 MB .* are free; give a smaller"):
+        rootfs.model_layer(999_999_999, lambda _line: None)
+    assert not list(tmp_path.glob("*.partial"))

@@ -162,11 +162,21 @@ def rootfs(say: Callable[[str], None]) -> Path:
     return _cached(f"rootfs-{digest}", build, say, "the rootfs with mmdebstrap, a minute")
 
 
+_SPARE_MB = 500
+"""Kept free beside a model, for what the labs themselves write."""
+
+
 def model_layer(size_mb: int, say: Callable[[str], None]) -> Path:
     """The cached layer with the model at ``srv/models/NAME``, of about ``size_mb`` MB."""
     key = f"model-{model.FORMAT}-{size_mb}"
 
     def build(target: Path) -> None:
+        free_mb = shutil.disk_usage(CACHE_ROOT).free // 1_000_000
+        if size_mb + _SPARE_MB > free_mb:
+            raise UsageError(
+                f"a model of {size_mb} MB needs {size_mb + _SPARE_MB} MB below {CACHE_ROOT} and {free_mb} MB are free; "
+                "give a smaller --model-mb"
+            )
         model.build_model(target / "srv" / "models" / model.MODEL_NAME, size_mb)
 
     return _cached(key, build, say, f"a model folder of {size_mb} MB")
