@@ -148,7 +148,9 @@ def _screen(
             key = lost.key
             size = f"{text.count(key.prompt_tokens)} → {text.count(key.output_tokens)}"
             kind = "broken" if lost.broken else "not run"
-            out.append(f"  {kind}: tp{key.tp} {lost.method} {key.workload} {size}: {lost.reason}")
+            load = text.load(key.concurrency, key.rate)
+            why = f": {lost.reason}" if lost.broken else ""
+            out.append(f"  {kind}: tp{key.tp} {lost.method} {key.workload} {size}, {load}{why}")
     if found.only_new:
         out.append(f"{found.only_new} cells are only in the new run")
     out += ["", *sorted({c.note for c in found.changes if c.note})]
