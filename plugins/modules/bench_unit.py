@@ -259,7 +259,7 @@ def run_to_end(module):
             msg="the load client ended with {0}: {1}".format(
                 "an unknown status" if status is None else "exit code {0}".format(status), (last or ["no log"])[-1]
             ),
-            **result
+            **result,
         )
     module.exit_json(**result)
 

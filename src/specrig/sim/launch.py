@@ -122,8 +122,7 @@ async def _main(config: Config, ranks: list[Rank], log: _Log, begun: float) -> i
         # A name that does not resolve has a negative number, which strerror does not know.
         why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
         raise UsageError(
-            f"can't listen on {config.host}:{config.port}: {why}; "
-            "is another server on this port?"
+            f"can't listen on {config.host}:{config.port}: {why}; is another server on this port?"
         ) from error
     server.port = listener.sockets[0].getsockname()[1]
     opening = loop.create_task(_open(server, config, log, end))
