@@ -128,18 +128,22 @@ def describe(plan, decision):
     ]
     width = plan.get("expected_ci_width")
     if width and width["most"] >= 1:
-        lines.append("expected interval of a speed-up: wider than +-100 %; more launches or requests narrow it")
+        lines.append(
+            "expected interval of a speed-up over prompts: wider than +-100 % with so few; more requests narrow it"
+        )
     elif width:
         lines.append(
-            "expected interval of a speed-up: +-%.0f %% to +-%.0f %%" % (100 * width["least"], 100 * width["most"])
+            "expected interval of a speed-up over prompts: +-%.0f %% to +-%.0f %%"
+            % (100 * width["least"], 100 * width["most"])
         )
     for name in plan["profiles"]:
         row = decision["placements"].get(name)
         if row:
             lines.append(
-                "%s on GPUs %s, %s%s, CPUs %s"
+                "%s on %s %s, %s%s, CPUs %s"
                 % (
                     name,
+                    "GPU" if len(row["gpus"]) == 1 else "GPUs",
                     placement.ids(row["gpus"]),
                     placement.nodes_text(row["numa_nodes"]),
                     " (span)" if row.get("numa") == "span" else "",

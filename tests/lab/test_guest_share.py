@@ -49,7 +49,7 @@ def test_the_guest_counts_the_gpus_that_it_has(sharing: Any) -> None:
     plan = {"decode_bench_sweep": "quick", "decode_bench_plan_only": True, "lxc_guest_gpus": GIVEN}
     told = sharing.play("benchmark", "-e", json.dumps({**plan, "decode_bench_only": ["tp1-*"]}))
     assert told.returncode == 0, told.stdout + told.stderr
-    assert "tp1-autoregressive on GPUs 6, NUMA node 1" in told.stdout
+    assert "tp1-autoregressive on GPU 6, NUMA node 1" in told.stdout
     refused = sharing.play("benchmark", "-e", json.dumps({**plan, "decode_bench_only": ["tp4-*"]}))
     assert refused.returncode != 0
     assert "--take-over" in refused.stdout + refused.stderr
