@@ -165,6 +165,16 @@ class TestClient:
             assert client.server_info() == {"version": "0.4"}
             assert client.loads() == [{"num_reqs": 2}]
 
+    def test_keys_of_the_server_are_not_kept(self) -> None:
+        flags = {"api_key": "sk-1", "admin_api_key": None, "ssl_keyfile_password": "pw", "max_total_tokens": 20}
+        told = {**flags, "internal_states": [{**flags, "speculative_token_map": None}]}
+        with self.client(lambda request: httpx.Response(200, json=told)) as client:
+            info = client.server_info()
+        assert "sk-1" not in json.dumps(info)
+        assert "pw" not in json.dumps(info)
+        for part in (info, info["internal_states"][0]):
+            assert (part["api_key"], part["admin_api_key"], part["max_total_tokens"]) == ("<redacted>", None, 20)
+
     def test_openai_only_server(self) -> None:
         def openai(request: httpx.Request) -> httpx.Response:
             if request.url.path == "/v1/completions":

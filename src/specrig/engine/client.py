@@ -20,6 +20,7 @@ from specrig.errors import UsageError
 
 _GRACE_S = 1.0
 _LARGEST = 256 << 20
+_SECRETS = {"api_key", "admin_api_key", "ssl_keyfile_password", "watermark_key", "watermark_key_b", "hf_token"}
 
 
 def check_endpoint(base_url: str, api_key: str | None) -> None:
@@ -44,6 +45,16 @@ def check_endpoint(base_url: str, api_key: str | None) -> None:
         raise UsageError(f"the engine's URL {base_url!r} has port 0; expected the port that the server listens on")
     if api_key is not None and not all(32 < ord(letter) < 127 for letter in api_key):
         raise UsageError("the API key holds a character that no HTTP header takes; expected printable ASCII, no spaces")
+
+
+def without_secrets(value: Any) -> Any:
+    """What a server says of itself, without the keys that old versions of SGLang give away with it."""
+    if isinstance(value, dict):
+        return {
+            name: "<redacted>" if name in _SECRETS and item is not None else without_secrets(item)
+            for name, item in value.items()
+        }
+    return [without_secrets(item) for item in value] if isinstance(value, list) else value
 
 
 def _read(response: httpx.Response, until: float) -> bytes:
@@ -166,8 +177,12 @@ class EngineClient:
     # -- what it is ----------------------------------------------------------------------------------------------
 
     def server_info(self) -> dict[str, Any]:
-        """The engine's resolved arguments and state: ``/server_info``, or ``/get_server_info`` of older versions."""
-        return self._object("GET", "/server_info", "/get_server_info")
+        """The engine's resolved arguments and state: ``/server_info``, or ``/get_server_info`` of older versions.
+
+        It is kept in manifests, so keys and passwords in it are replaced.
+        """
+        info: dict[str, Any] = without_secrets(self._object("GET", "/server_info", "/get_server_info"))
+        return info
 
     def model_info(self) -> dict[str, Any]:
         """``/model_info``, or ``/get_model_info`` of older versions."""
