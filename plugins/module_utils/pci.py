@@ -17,7 +17,6 @@ from . import cpulist
 Facts = Dict[str, Any]
 _ACS = 0x000D
 _EXTENDED = 0x100
-_SPACE = 4096
 _REDIRECT = ((0x04, "request redirect"), (0x08, "completion redirect"), (0x20, "egress control"))
 _FLAGS = (
     "iommu",

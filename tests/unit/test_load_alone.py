@@ -10,7 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
+
+from specrig.model.manifest import Manifest
 
 # Root without a single capability: what it may still do, anybody may with files of his own.
 POWERLESS = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs"]
@@ -41,7 +44,7 @@ def test_the_example_runs_without_lab_root_and_gpu(repository: Path, tmp_path: P
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     manifest = json.loads((tmp_path / "runs" / "first" / "manifest.json").read_text())
-    assert manifest["label"] == "complete"
+    assert msgspec.convert(manifest, Manifest).label == "complete"
     assert (manifest["engine"]["kind"], manifest["engine"]["time_scale"]) == ("simulated", 0.3)
     rows = [json.loads(row) for row in (tmp_path / "runs" / "first" / "requests.jsonl").read_text().splitlines()]
     assert [(row["ok"], row["prompt_tokens"], row["output_tokens"]) for row in rows] == [(True, 1024, 128)] * 16

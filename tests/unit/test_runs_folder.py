@@ -127,7 +127,8 @@ def test_a_second_writer_is_refused_at_once(tmp_path: Path) -> None:
 
 def test_set_aside_leaves_each_request_once(tmp_path: Path) -> None:
     with RunFolder.create(tmp_path / "r", {}) as run:
-        run.append_requests([record("a", 0), record("b", 0), record("b", 0, launch=1), record("b", 1)])
+        for one in [record("a", 0), record("b", 0), record("b", 0, launch=1), record("b", 1)]:
+            run.append_request(one)
         run.finish_cell(row("b", "aborted"))
         assert run.set_aside({("b", 0)}) == 2
         run.append_request(record("b", 0))
@@ -226,7 +227,8 @@ def test_a_damaged_manifest_is_one_line(tmp_path: Path, damage: dict[str, object
 def test_a_cell_whose_requests_are_lost_runs_again(tmp_path: Path, loss: str) -> None:
     with RunFolder.create(tmp_path / "r", {}) as run, run.lock():
         for cell in ("a", "b"):
-            run.append_requests([record(cell, 0), record(cell, 1)])
+            for one in [record(cell, 0), record(cell, 1)]:
+                run.append_request(one)
             run.finish_cell({**row(cell, "done"), "requests": 2})
         run.finish_cell({**row("c", "skipped"), "requests": 0})
     file = tmp_path / "r" / "requests.jsonl"
@@ -239,7 +241,8 @@ def test_a_cell_whose_requests_are_lost_runs_again(tmp_path: Path, loss: str) ->
     with RunFolder.open(tmp_path / "r") as run, run.lock():
         assert run.done_cells() == {("c", 0)} | ({("a", 0)} if loss != "file" else set())
         run.set_aside({("b", 0)})
-        run.append_requests([record("b", 0), record("b", 1)])
+        for one in [record("b", 0), record("b", 1)]:
+            run.append_request(one)
         run.finish_cell({**row("b", "done"), "requests": 2})
         assert ("b", 0) in run.done_cells()
         assert sum(line["cell"] == "b" for line in run.read_requests()) == 2

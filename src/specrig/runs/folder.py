@@ -12,7 +12,7 @@ import contextlib
 import datetime
 import fcntl
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -166,10 +166,6 @@ class RunFolder:
         """The chunk traces: ``cell, launch, index, t, k``."""
         return read_lines(self._chunks.path)
 
-    def read_telemetry(self) -> Iterator[dict[str, Any]]:
-        """What was polled from the server while cells ran."""
-        return read_lines(self._telemetry.path)
-
     def read_journal(self) -> Iterator[dict[str, Any]]:
         """The run's own journal."""
         return read_lines(self._journal.path)
@@ -202,11 +198,6 @@ class RunFolder:
     def append_request(self, record: object) -> None:
         """Append one request's record (a RequestRecord or a dict)."""
         self._requests.append(record)
-
-    def append_requests(self, records: Iterable[object]) -> None:
-        """Append several requests' records."""
-        for record in records:
-            self._requests.append(record)
 
     def append_chunks(self, row: object) -> None:
         """Append one request's trace: ``cell, launch, index, t`` (seconds) and ``k`` (tokens)."""

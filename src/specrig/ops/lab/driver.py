@@ -13,7 +13,6 @@ from specrig.ops.lab.rootfs import Tree
 Load = Literal["all", "no-uvm", "none", "no-module"]
 """How far the driver is loaded when the host boots; ``no-module``: this kernel has none, so nothing can load it."""
 
-LOADS: tuple[Load, ...] = ("all", "no-uvm", "none", "no-module")
 LIBEXEC = "/usr/local/libexec/specrig-lab"
 
 
