@@ -479,6 +479,16 @@ def test_one_to_four_is_right_on_a_five_plus_three_box():
     assert "1-5" in placement.plan(facts, {"x": {"tp": 5, "gpus": [1, 2, 3, 4, 5]}})["refused"]["x"]
 
 
+def test_a_group_across_nodes_fails_without_span_though_it_was_planned_there():
+    facts = host(TARGET)
+    planned = {"gpus": [1, 2, 3, 4], "numa_nodes": [0, 1], "numa": "local", "cpus": None}
+    facts["processes"] = [rank(30 + i, 1 + i, "tp4") for i in range(4)]
+    row = placement.verify(planned, facts, "tp4")
+    assert row["status"] == "fail"
+    assert "which crosses NUMA nodes" in row["message"]
+    assert placement.verify({**planned, "numa": "span"}, facts, "tp4")["status"] == "pass"
+
+
 def test_right_gpus_on_the_wrong_cpus_fail():
     facts = host(TARGET)
     planned = placement.plan(facts, {"tp4": {"tp": 4, "gpus": [4, 5, 6, 7]}})["profiles"]["tp4"]
