@@ -126,6 +126,12 @@ def describe(plan, decision):
             duration(plan["estimate_s"]),
         )
     ]
+    pace = plan.get("pace")
+    if pace:
+        lines.append(
+            "assumed: prefill %.0f tok/s, decode %.0f tok/s a stream, %.0f s a launch"
+            % (pace["prefill_tokens_per_s"], pace["decode_tokens_per_s"], pace["launch_s"])
+        )
     width = plan.get("expected_ci_width")
     if width and width["most"] >= 1:
         lines.append(

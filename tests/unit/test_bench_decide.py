@@ -102,3 +102,17 @@ def test_two_runs_never_share_units(one: str, other: str) -> None:
 )
 def test_durations_read_as_people_say_them(seconds: float | None, text: str) -> None:
     assert benchmark.duration(seconds) == text
+
+
+def test_an_estimate_says_what_it_assumes() -> None:
+    planned = plan("tp4-dflash") | {
+        "name": "x",
+        "cells": 2,
+        "launches": [{}, {}],
+        "estimate_s": 90.0,
+        "infeasible": [],
+        "pace": {"prefill_tokens_per_s": 4000.0, "decode_tokens_per_s": 40.0, "launch_s": 120.0},
+    }
+    lines = benchmark.describe(planned, benchmark.decide(planned, look(), {}, PROFILES))
+    assert lines[0] == "x: 2 cells in 2 launches to do, about 90 s"
+    assert lines[1] == "assumed: prefill 4000 tok/s, decode 40 tok/s a stream, 120 s a launch"

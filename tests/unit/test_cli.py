@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -98,3 +100,14 @@ def test_errors_end_with_one_line_and_their_code(
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert lines[0].startswith("specrig runs: ")
+
+
+@pytest.mark.parametrize("name", ["quick", "nightly", "full"])
+def test_a_shipped_sweep_is_planned_by_its_name(
+    name: str, repository: Path, tokenizer_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profiles = str(repository / "inventory" / "lab" / "group_vars" / "all.yml")
+    assert cli.main(["plan", name, "--tokenizer", str(tokenizer_dir), "--profiles", profiles, "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["sweep"] == name
+    assert planned["infeasible"] == []

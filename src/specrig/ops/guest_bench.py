@@ -26,6 +26,7 @@ from specrig.runs.folder import RunFolder, is_run_folder
 from specrig.runs.lines import write_atomic
 from specrig.tokens.budget import Limits
 
+_SIMULATED_LAUNCH_S = 10.0
 _PROFILE_FIELDS = ("model", "tp", "method", "budget", "context_length", "gpus", "port", "serve", "numa")
 
 
@@ -41,13 +42,14 @@ def plan_run(request: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns:
         ``run``, ``folder``, ``profiles``, ``launches`` still to do (``{launch, block, profile, cells}``), ``done``
-        (launches that need nothing more), ``infeasible``, ``cells`` (count), ``expected_ci_width`` and ``estimate_s``.
+        (launches that need nothing more), ``infeasible``, ``cells`` (count), ``expected_ci_width``, ``estimate_s`` and
+        ``pace``, what that assumes.
 
     Raises:
         UsageError: the sweep, the profiles or the folder cannot be used.
     """
     from specrig.tokens import tokenizer as tokenizers
-    from specrig.tokens.plan import plan
+    from specrig.tokens.plan import Pace, plan
 
     path = _staged(request)
     sweep = load_sweep(path)
@@ -64,7 +66,10 @@ def plan_run(request: Mapping[str, Any]) -> dict[str, Any]:
     if not model.is_dir():
         raise UsageError(f"{model}: the model is not there; stage it with specrig recover")
     limits = {name: _limits(profile, model, request.get("dialects") or {}) for name, profile in chosen.items()}
-    planned = plan(sweep, tokenizers.load(model), limits, profiles, source=path, cells=cells)
+    scale = float(request.get("time_scale") or 1)
+    # a simulated engine starts in seconds of wall time, whatever its time scale
+    pace = Pace(launch_s=_SIMULATED_LAUNCH_S / scale) if request.get("time_scale") else Pace()
+    planned = plan(sweep, tokenizers.load(model), limits, profiles, source=path, cells=cells, pace=pace)
     unfit = {item.cell for item in planned.infeasible}
     runnable = [cell for cell in cells if cell.id not in unfit]
     whole = schedule(sweep, runnable)
@@ -101,10 +106,12 @@ def plan_run(request: Mapping[str, Any]) -> dict[str, Any]:
         "shapes": _shapes(runnable),
         "infeasible": [msgspec.to_builtins(item) for item in planned.infeasible],
         "expected_ci_width": {"least": min(widths), "most": max(widths)} if widths else None,
-        "estimate_s": planned.estimate_s
-        * float(request.get("time_scale") or 1)
-        * cells_left
-        / max(1, sum(len(launch.cells) for launch in whole)),
+        "estimate_s": planned.estimate_s * scale * cells_left / max(1, sum(len(launch.cells) for launch in whole)),
+        "pace": {
+            "prefill_tokens_per_s": pace.prefill_tokens_per_s / scale,
+            "decode_tokens_per_s": pace.decode_tokens_per_s / scale,
+            "launch_s": pace.launch_s * scale,
+        },
     }
 
 

@@ -54,10 +54,12 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan; return 0 where every cell fits, else 1."""
     from specrig.model.cell import expand, select
     from specrig.model.sweep import load_sweep
+    from specrig.ops.benchmark import sweep_path
     from specrig.tokens import tokenizer as tokenizers
     from specrig.tokens.plan import SD_LOG, Pace, plan
 
-    sweep = load_sweep(Path(args.sweep))
+    path = sweep_path(args.sweep)
+    sweep = load_sweep(path)
     profiles = read_profiles(Path(args.profiles)) if args.profiles else None
     cells = select(expand(sweep, profiles), args.only)
     default = Pace()
@@ -68,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
             tokenizers.load(args.tokenizer),
             limits,
             profiles,
-            source=Path(args.sweep),
+            source=path,
             cells=cells,
             headroom=args.headroom,
             sd_log=args.sd_log or SD_LOG,
