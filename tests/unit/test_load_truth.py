@@ -354,6 +354,29 @@ def test_a_cell_that_does_not_fit_is_skipped_and_the_rest_run(
     assert "4096" in cells[5000]["reason"].replace(",", "")
 
 
+def test_a_wrong_claim_of_a_phrase_s_length_is_caught_before_a_request_is_sent(
+    plain: RunningSim, tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    # 12 repetitions of 77 are under 1,000 tokens as claimed, and are 1,212 in truth.
+    claim = "prompts: repeat, prompt_tokens: 1000, output_tokens: 8, requests: 1, tokens_per_repetition: 77"
+    file = sweep(
+        tmp_path / "s.yml",
+        f'name: believed, {claim}, phrase: "{" the" * 101}"',
+        "name: sound, prompts: questions, prompt_tokens: 64, output_tokens: 8, requests: 1",
+    )
+    before = len(plain.truth())
+    assert load(file, plain, tokenizer_dir, tmp_path / "run") == 1
+    cells = {cell["workload"]: cell for cell in rows(tmp_path / "run", "cells")}
+    assert (cells["believed"]["state"], cells["sound"]["state"]) == ("skipped", "done")
+    assert (
+        "12 repetitions are 1,212 tokens, 1,000 were asked (101 tokens a repetition, 77 claimed)"
+        in (cells["believed"]["reason"])
+    )
+    sent = plain.truth(at_least=before + 1)[before:]
+    assert sent
+    assert {row["prompt_tokens"] for row in sent} == {64}
+
+
 def test_resume_does_what_is_missing_and_nothing_else(
     plain: RunningSim, tmp_path: Path, tokenizer_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

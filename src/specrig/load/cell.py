@@ -30,6 +30,7 @@ from specrig.model.cell import Cell
 from specrig.model.record import CellRow, Check, ChunkTrace, Request, Window
 from specrig.tokens.budget import Limits
 from specrig.tokens.budget import check as budget_check
+from specrig.tokens.plan import claim_problems, template_tokens
 from specrig.tokens.prompts import Prompt, for_cell
 from specrig.tokens.tokenizer import Tokenizer
 
@@ -162,6 +163,10 @@ async def run_cell(cell: Cell, context: Context) -> CellRow:
         ]
     except SpecrigError as error:
         return row("failed", f"its prompts cannot be made: {error}")
+    if cell.tokens_per_repetition is not None:
+        around = prompts[0][0].question_tokens + template_tokens(for_cell(context.tokenizer, cell, context.base))
+        if wrong := claim_problems(cell, context.tokenizer, context.limits, around):
+            return row("skipped", "; ".join(wrong))
     if context.limits is not None:
         longest = max(prompt.tokens for session in prompts for prompt in session)
         fit = budget_check(longest, cell.output_tokens, context.limits, cell.concurrency)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -129,7 +130,7 @@ def plan(
             tokens[cell.id] = found[0]
             budgets[cell.id] = check(found[0], cell.output_tokens, own, cell.concurrency, headroom)
             reasons += budgets[cell.id].problems
-        reasons += _claim(cell, tokenizer, own, 0 if isinstance(found, str) else found[1], headroom)
+        reasons += claim_problems(cell, tokenizer, own, 0 if isinstance(found, str) else found[1], headroom)
         if reasons:
             infeasible.append(Infeasible(cell=cell.id, title=cell.title, reason="; ".join(reasons)))
     unfit = {i.cell for i in infeasible}
@@ -175,10 +176,10 @@ def _measure(
                 f"the server counts {served:,} tokens for a prompt of {longest.tokens:,}: its tokenizer or chat "
                 f"template is not the one of {tokenizer.path}"
             )
-    return longest.tokens, longest.question_tokens + _around(factory)
+    return longest.tokens, longest.question_tokens + template_tokens(factory)
 
 
-def _around(factory: PromptFactory) -> int:
+def template_tokens(factory: PromptFactory) -> int:
     """Return the tokens that the chat template puts around one message."""
     if not factory.templated or not factory.tokenizer.has_template:
         return 0
@@ -186,8 +187,18 @@ def _around(factory: PromptFactory) -> int:
     return len(factory.tokenizer.chat_ids([message], factory.thinking)) - factory.tokenizer.count("x")
 
 
-def _claim(cell: Cell, tokenizer: Tokenizer, limits: Limits, around: int, headroom: int) -> list[str]:
-    """Return what is wrong with the sweep's own belief of what a repetition of its phrase costs."""
+def claim_problems(
+    cell: Cell, tokenizer: Tokenizer, limits: Limits | None, around: int, headroom: int = 0
+) -> list[str]:
+    """Return what is wrong with the sweep's own belief of what a repetition of its phrase costs.
+
+    Args:
+        cell: the cell; without ``tokens_per_repetition`` it believes nothing.
+        tokenizer: the model's.
+        limits: what the server can take, where that is known.
+        around: tokens of the question and the template.
+        headroom: tokens to keep free.
+    """
     claimed, asked = cell.tokens_per_repetition, cell.prompt_tokens
     if claimed is None or asked is None:
         return []
@@ -198,7 +209,7 @@ def _claim(cell: Cell, tokenizer: Tokenizer, limits: Limits, around: int, headro
         asked,
         claimed,
         real,
-        limits,
+        limits or Limits(context_length=sys.maxsize),
         question_tokens=around,
         max_new_tokens=cell.output_tokens,
         concurrency=cell.concurrency,
@@ -207,8 +218,9 @@ def _claim(cell: Cell, tokenizer: Tokenizer, limits: Limits, around: int, headro
     if found.right_length:
         return []
     total = f"{real:,} + {around:,} for question and template + {cell.output_tokens:,} = {found.total_tokens:,}"
+    against = f" against {limits.context_length:,}" if limits else ""
     return [
-        f"{found.problems[0]}; with {total} against {limits.context_length:,}; correct tokens_per_repetition, or "
+        f"{found.problems[0]}; with {total}{against}; correct tokens_per_repetition, or "
         "leave it out and the prompt is built exactly"
     ]
 
