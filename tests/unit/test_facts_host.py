@@ -247,6 +247,14 @@ def tool(folder: Path, script: str) -> None:
     (folder / "nvidia-smi").chmod(0o755)
 
 
+def alive(pid: str) -> bool:
+    """Whether it still runs; one that nobody has waited for yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 @pytest.fixture
 def path(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -254,10 +262,15 @@ def path(tmp_path, monkeypatch) -> Path:
 
 
 def test_a_tool_that_hangs_with_children_costs_one_time_limit(path):
-    tool(path, "sleep 61 & trap '' TERM; wait\n")
+    tool(path, f"sleep 61 & echo $! >> {path}/children; trap '' TERM; wait\n")
     began = time.monotonic()
     facts = look.assemble(probe.gather(0.3, guests=[]))
     assert time.monotonic() - began < 30  # neither a minute, nor one limit after the other for ever
+    children = (path / "children").read_text().split()
+    assert children
+    while left := [pid for pid in children if alive(pid)]:
+        assert time.monotonic() - began < 30, f"still there: {left}"
+        time.sleep(0.05)
     for key in ("gpus", "links", "p2p", "processes"):
         assert facts["unknown"][key] == "nvidia-smi did not answer within 0.3 s"
 

@@ -369,6 +369,13 @@ def test_proxmox_gets_devices_that_no_reboot_outdates(box):
     assert "c 508:0 rw" in again["rules"]
 
 
+def test_a_run_notes_what_an_unprivileged_guest_lacks(box):
+    assert not any("nesting" in text for text in box.converge()["specrig"]["notes"])
+    box.config.write_text("arch: amd64\nunprivileged: 1\n")
+    done = box.converge()
+    assert any("guest 101: unprivileged and without nesting" in text for text in done["specrig"]["notes"])
+
+
 @pytest.mark.parametrize(
     ("version", "asked", "dev"),
     [
