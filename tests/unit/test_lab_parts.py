@@ -14,8 +14,9 @@ from types import ModuleType
 
 import pytest
 
+from specrig.cli import main
 from specrig.errors import UsageError
-from specrig.ops.lab import driver, model, network, rootfs, state
+from specrig.ops.lab import driver, lifecycle, model, network, rootfs, state
 
 BOOKWORM = """\
 Types: deb
@@ -76,6 +77,32 @@ def test_a_subnet_overlaps_nothing_in_use() -> None:
     assert ipaddress.IPv4Address(wide.split("/")[0]) >= ipaddress.IPv4Address("10.128.0.0")
     with pytest.raises(Exception, match="no free /24"):
         network.free_subnet("a", ["10.0.0.0/8"])
+
+
+@pytest.mark.parametrize(
+    ("user", "tool", "driver", "said"),
+    [
+        (1000, "/usr/bin/it", False, "the lab needs root"),
+        (0, None, False, "apt-get install iproute2 iptables lxc mmdebstrap openssh-client util-linux"),
+        (0, "/usr/bin/it", True, "a real NVIDIA driver is loaded here"),
+    ],
+)
+def test_where_no_lab_can_run_one_line_says_why(
+    user: int,
+    tool: str | None,
+    driver: bool,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(lifecycle.os, "geteuid", lambda: user)
+    monkeypatch.setattr(lifecycle.shutil, "which", lambda *_names, **_more: tool)
+    if driver:
+        monkeypatch.setattr(lifecycle.Path, "exists", lambda _path: True)
+    assert main(["lab", "up", "--name", "no-such-lab"]) == 2
+    told = capsys.readouterr().err
+    assert said in told
+    assert told.count("\n") == 1
 
 
 def test_names_fit_what_the_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
