@@ -108,10 +108,10 @@ def assert_no_request_twice(run: Path) -> None:
 class Bench:
     """A ``specrig bench`` in a process group of its own, to be interrupted."""
 
-    def __init__(self, lab: Any, sweep: Path, out: Path) -> None:
+    def __init__(self, lab: Any, sweep: Path, out: Path, *more: str) -> None:
         self._lab = lab
         self.process = subprocess.Popen(
-            ["specrig", "bench", str(sweep), "--yes", "--out", str(out), "--reason", "to be ended"],
+            ["specrig", "bench", str(sweep), "--yes", "--out", str(out), "--reason", "to be ended", *more],
             cwd=Path(__file__).resolve().parents[2],
             env=lab.env,
             stdin=subprocess.DEVNULL,
@@ -135,6 +135,16 @@ class Bench:
             assert self.process.poll() is None, self.process.communicate()[0]
             time.sleep(0.3)
         pytest.fail(f"the benchmark never came to cell {cells}")
+
+    def kill(self) -> None:
+        """Kill it, and wait until its play, which ends for that, is gone: as long as it lives the lock is its own."""
+        holder = json.loads(self._lab.host("cat /run/specrig/lock", check=True).stdout)
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.communicate()
+        deadline = time.monotonic() + 30
+        while Path(f"/proc/{holder['pid']}").exists():
+            assert time.monotonic() < deadline, f"the play goes on without its controller: {holder}"
+            time.sleep(0.1)
 
 
 @pytest.fixture(scope="module")
@@ -365,9 +375,11 @@ def test_the_incident_ranks_on_other_gpus_end_the_run_at_the_gate(misplaced: Any
 
 
 def test_ctrl_c_keeps_finished_cells_and_resume_does_the_missing_ones(serving: Any, tmp_path: Path) -> None:
-    sweep = write_sweep(tmp_path, "stopped", ["tp1-autoregressive"], 1, {"requests": 2}, {"requests": 12})
-    running = Bench(serving, sweep, tmp_path / "runs")
+    # On all GPUs, so that production had to give way and comes back after Ctrl-C too.
+    sweep = write_sweep(tmp_path, "stopped", ["tp8-autoregressive"], 1, {"requests": 2}, {"requests": 24})
+    running = Bench(serving, sweep, tmp_path / "runs", "--take-over")
     name = running.wait_for("stopped", 1)
+    assert not active_units(serving) & {f"specrig-sglang@{profile}.service" for profile in PRODUCTION}
     os.kill(running.process.pid, signal.SIGINT)
     output, _ = running.process.communicate(timeout=120)
     assert running.process.returncode == 130, output
@@ -382,13 +394,17 @@ def test_ctrl_c_keeps_finished_cells_and_resume_does_the_missing_ones(serving: A
     assert [row for row in journal if row["event"] == "end"][-2]["outcome"] == "aborted"
     assert any(row["event"] == "cell" and row["reason"] == "to be ended" for row in journal)
 
-    done = serving.run("specrig", "runs", "resume", str(run), "--reason", "the rest", timeout_s=300)
+    refused = serving.run("specrig", "runs", "resume", str(run), timeout_s=300)
+    assert refused.returncode == 1
+    assert "--take-over" in refused.stderr
+    resume = ("specrig", "runs", "resume", str(run), "--take-over", "--reason", "the rest")
+    done = serving.run(*resume, timeout_s=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert read(run / "manifest.json")["label"] == "complete"
     cells = lines(run / "cells.jsonl")
     assert len(cells) == 2
     assert {cell["state"] for cell in cells} <= {"done", "invalid"}
-    assert len(lines(run / "requests.jsonl")) == 14
+    assert len(lines(run / "requests.jsonl")) == 26
     assert_no_request_twice(run)
     assert_only_production_serves(serving)
 
@@ -397,8 +413,7 @@ def test_a_killed_controller_loses_nothing(serving: Any, tmp_path: Path) -> None
     sweep = write_sweep(tmp_path, "killed", ["tp1-dflash", "tp1-ddtree-b15"], 1, {"requests": 2}, {"requests": 16})
     running = Bench(serving, sweep, tmp_path / "runs")
     name = running.wait_for("killed", 1)
-    os.killpg(running.process.pid, signal.SIGKILL)
-    running.process.communicate()
+    running.kill()
     deadline = time.monotonic() + 60
     while any(unit.startswith("specrig-bench-") for unit in active_units(serving)):
         assert time.monotonic() < deadline, "the unit in the guest goes on, and ends with its launch"
@@ -438,8 +453,7 @@ def test_abort_ends_what_a_killed_controller_left(serving: Any, tmp_path: Path) 
     sweep = write_sweep(tmp_path, "left", ["tp1-autoregressive"], 1, {"requests": 2}, {"requests": 200})
     running = Bench(serving, sweep, tmp_path / "runs")
     name = running.wait_for("left", 1)
-    os.killpg(running.process.pid, signal.SIGKILL)
-    running.process.communicate()
+    running.kill()
     done = serving.run("specrig", "runs", "abort", str(tmp_path / "runs" / name), timeout_s=120)
     # A folder that is not there is no run: the id alone is.
     assert done.returncode == 2

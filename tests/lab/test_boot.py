@@ -93,6 +93,12 @@ def test_a_reboot_and_waiting_bring_everything_back(own: Any) -> None:
     for unit in ("specrig-gpu-nodes", "lxc"):
         (ready,) = shown(own, unit, "ActiveEnterTimestampMonotonic")
         assert 0 < int(ready) < int(began), unit
+    # The nodes were there before the first guest started, and on Proxmox VE they will be too.
+    (nodes,) = shown(own, "specrig-gpu-nodes", "ActiveEnterTimestampMonotonic")
+    (guests,) = shown(own, "lxc", "InactiveExitTimestampMonotonic")
+    assert 0 < int(nodes) <= int(guests)
+    assert "pve-guests.service" in shown(own, "specrig-gpu-nodes", "Before")[0].split()
+    assert own.guest("stat -c %F /dev/nvidia-uvm", check=True).stdout.strip() == "character special file"
     (booted,) = shown(own, "multi-user.target", "ActiveEnterTimestampMonotonic")
     assert 0 < int(booted) < int(ended)
 
@@ -100,6 +106,23 @@ def test_a_reboot_and_waiting_bring_everything_back(own: Any) -> None:
     guest = init(own)
     own.host("systemctl stop specrig-recover", check=True)
     assert init(own) == guest
+
+
+def test_the_host_is_captured_for_a_bug_report_that_names_no_card(own: Any) -> None:
+    specrig = "/opt/specrig/controller/bin/specrig"
+    uuids = own.host("nvidia-smi --query-gpu=uuid --format=csv,noheader", check=True).stdout.split()
+    assert len(set(uuids)) == 8
+    try:
+        own.host(f"{specrig} capture /tmp/report", check=True)
+        told = own.host(f"{specrig} topology --from /tmp/report --tp 4", check=True).stdout
+        kinds = own.host(f"{specrig} explain /tmp/report/files/proc/devices", check=True).stdout
+        for uuid in uuids:
+            assert own.host(f"grep -rli -e {uuid.removeprefix('GPU-')} /tmp/report").stdout == ""
+    finally:
+        own.host("rm -rf /tmp/report")
+    assert "NUMA node 1: GPUs 4-7" in told
+    assert "chat" in told, "the process that serves is seen, with its profile"
+    assert "nvidia-uvm" in kinds
 
 
 @pytest.fixture(params=["lxc_ssh", "lxc_local"])
