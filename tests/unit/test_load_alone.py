@@ -47,5 +47,5 @@ def test_the_example_runs_without_lab_root_and_gpu(repository: Path, tmp_path: P
     assert msgspec.convert(manifest, Manifest).label == "complete"
     assert (manifest["engine"]["kind"], manifest["engine"]["time_scale"]) == ("simulated", 0.3)
     rows = [json.loads(row) for row in (tmp_path / "runs" / "first" / "requests.jsonl").read_text().splitlines()]
-    assert [(row["ok"], row["prompt_tokens"], row["output_tokens"]) for row in rows] == [(True, 1024, 128)] * 16
+    assert [(row["ok"], row["prompt_tokens"], row["output_tokens"]) for row in rows] == [(True, 1024, 64)] * 12
     assert "SIMULATED" in done.stdout
