@@ -119,6 +119,73 @@ def test_the_recorded_box(raw):
     assert facts["notes"] == []
 
 
+TOP = set(
+    [
+        "schema",
+        "simulated",
+        "driver",
+        "majors",
+        "major_names",
+        "nodes",
+        "gpus",
+        "links",
+        "p2p",
+        "pci",
+        "numa",
+        "processes",
+        "units",
+        "guests",
+        "mounts",
+        "kernel",
+        "problems",
+        "notes",
+        "unknown",
+        "seconds",
+    ]
+)
+GPU = set(
+    [
+        "index",
+        "bus_id",
+        "minor",
+        "uuid",
+        "name",
+        "numa_node",
+        "numa_nodes",
+        "memory_total_mib",
+        "memory_used_mib",
+        "healthy",
+        "reason",
+        "mig",
+        "persistence",
+        "power_limit_w",
+        "power_default_w",
+        "power_min_w",
+        "power_max_w",
+        "clock_sm_mhz",
+        "clock_max_mhz",
+        "clock_lock_mhz",
+    ]
+)
+
+
+@pytest.mark.parametrize("lost", ["nothing", "nvidia-smi", "everything"])
+def test_the_schema_is_the_same_whatever_could_be_read(raw, lost):
+    """Fields may be added, which this test then names; none goes, and what is unknown is null and not left out."""
+    if lost != "nothing":
+        raw["commands"] = {name: answer("", rc=None, reason="it hangs") for name in raw["commands"]}
+    if lost == "everything":
+        raw = {"schema": 1, "files": {}, "commands": raw["commands"]}
+    facts = look.assemble(raw)
+    assert set(facts) == TOP
+    assert len(facts["gpus"]) == (0 if lost == "everything" else 8)
+    assert all(set(gpu) == GPU for gpu in facts["gpus"])
+    assert set(facts["driver"]) == {"module_version", "library_version", "flavor"}
+    assert set(facts["majors"]) == {"nvidia", "nvidia-uvm", "nvidia-caps"}
+    assert bool({"gpus", "processes"} & set(facts["unknown"])) == (lost != "nothing")
+    assert json.loads(json.dumps(facts)) == facts
+
+
 def test_processes_are_mapped_to_gpu_guest_unit_and_profile(raw):
     ranks = look.assemble(raw)["processes"]
     assert [r["gpu_index"] for r in ranks] == [1, 2, 3, 4]
