@@ -119,53 +119,13 @@ def test_the_recorded_box(raw):
     assert facts["notes"] == []
 
 
-TOP = set(
-    [
-        "schema",
-        "simulated",
-        "driver",
-        "majors",
-        "major_names",
-        "nodes",
-        "gpus",
-        "links",
-        "p2p",
-        "pci",
-        "numa",
-        "processes",
-        "units",
-        "guests",
-        "mounts",
-        "kernel",
-        "problems",
-        "notes",
-        "unknown",
-        "seconds",
-    ]
+TOP = (
+    "driver gpus guests kernel links major_names majors mounts nodes notes numa p2p pci problems processes schema "
+    "seconds simulated units unknown"
 )
-GPU = set(
-    [
-        "index",
-        "bus_id",
-        "minor",
-        "uuid",
-        "name",
-        "numa_node",
-        "numa_nodes",
-        "memory_total_mib",
-        "memory_used_mib",
-        "healthy",
-        "reason",
-        "mig",
-        "persistence",
-        "power_limit_w",
-        "power_default_w",
-        "power_min_w",
-        "power_max_w",
-        "clock_sm_mhz",
-        "clock_max_mhz",
-        "clock_lock_mhz",
-    ]
+GPU = (
+    "bus_id clock_lock_mhz clock_max_mhz clock_sm_mhz healthy index memory_total_mib memory_used_mib mig minor name "
+    "numa_node numa_nodes persistence power_default_w power_limit_w power_max_w power_min_w reason uuid"
 )
 
 
@@ -177,9 +137,9 @@ def test_the_schema_is_the_same_whatever_could_be_read(raw, lost):
     if lost == "everything":
         raw = {"schema": 1, "files": {}, "commands": raw["commands"]}
     facts = look.assemble(raw)
-    assert set(facts) == TOP
+    assert " ".join(sorted(facts)) == TOP
     assert len(facts["gpus"]) == (0 if lost == "everything" else 8)
-    assert all(set(gpu) == GPU for gpu in facts["gpus"])
+    assert {" ".join(sorted(gpu)) for gpu in facts["gpus"]} <= {GPU}
     assert set(facts["driver"]) == {"module_version", "library_version", "flavor"}
     assert set(facts["majors"]) == {"nvidia", "nvidia-uvm", "nvidia-caps"}
     assert bool({"gpus", "processes"} & set(facts["unknown"])) == (lost != "nothing")
