@@ -19,7 +19,7 @@ demo: setup-lab ## lab up, provision, a reboot, recover, a small sweep, the repo
 	@scripts/demo.sh $(SWEEP)
 
 test: setup-lab ## every test, the nested lab included
-	pytest $(PYTEST_ARGS)
+	python scripts/test.py $(PYTEST_ARGS)
 
 test-fast: setup ## the tests that need no lab
 	pytest -m 'not lab' $(PYTEST_ARGS)

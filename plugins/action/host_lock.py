@@ -19,10 +19,14 @@ def _read(path: str) -> str | None:
 
 
 def process_started(pid: int) -> str | None:
-    """Returns the start time of a process in clock ticks since boot, or None if there is no such process."""
+    """Returns the start time of a process in clock ticks since boot, or None if there is no such process.
+
+    One that has ended and that nobody has waited for yet is none any more.
+    """
     text = _read(f"/proc/{pid}/stat")
-    # The name in parentheses may hold spaces and parentheses itself; field 22 is the 20th after it.
-    return text.rpartition(")")[2].split()[19] if text else None
+    # The name in parentheses may hold spaces and parentheses itself; after it come the state and, as 20th, the start.
+    fields = text.rpartition(")")[2].split() if text else []
+    return fields[19] if fields and fields[0] not in ("Z", "X") else None
 
 
 def controller() -> dict[str, str | None]:

@@ -105,6 +105,15 @@ def assert_no_request_twice(run: Path) -> None:
     assert set(seen.values()) == {1}
 
 
+def _alive(pid: int) -> bool:
+    """Whether a process runs; one that ended and that nobody waits for does not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
 class Bench:
     """A ``specrig bench`` in a process group of its own, to be interrupted."""
 
@@ -142,7 +151,7 @@ class Bench:
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.communicate()
         deadline = time.monotonic() + 30
-        while Path(f"/proc/{holder['pid']}").exists():
+        while _alive(holder["pid"]):
             assert time.monotonic() < deadline, f"the play goes on without its controller: {holder}"
             time.sleep(0.1)
 

@@ -146,3 +146,16 @@ def test_something_else_in_the_locks_place_is_one_line(lock, state):
     done = lock(ANN, state=state)
     assert done["failed"] is True
     assert done["msg"].startswith(f"the lock {lock.file} cannot be written (Is a directory)")
+
+
+def test_a_process_that_ended_and_that_nobody_waited_for_is_gone(action):
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    record = {**action.controller(), "pid": child.pid, "started": action.process_started(child.pid)}
+    assert action.is_gone(record) is False
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it ended, and stays a zombie
+    try:
+        assert Path(f"/proc/{child.pid}").exists()
+        assert action.is_gone(record) is True
+    finally:
+        child.communicate()
