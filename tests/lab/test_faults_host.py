@@ -150,26 +150,36 @@ def test_a_foreign_process_on_a_gpu_is_avoided_and_named(served: Any, stranger: 
     assert_serving(served)
 
 
-@pytest.fixture
-def hanging(served: Any) -> Iterator[Any]:
-    """An nvidia-smi that never answers, as on a GPU that fell off the bus."""
-    hang = r"#!/bin/sh\nexec sleep 1000\n"
-    served.host(f"mv {SMI} {SMI}.real && printf '{hang}' > {SMI} && chmod 755 {SMI}", check=True)
+LOST = "Unable to determine the device handle for GPU0000:06:00.0: GPU is lost."
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        # As on a GPU that fell off the bus.
+        ("exec sleep 1000", "nvidia-smi did not answer within 5 s"),
+        (None, "nvidia-smi is not installed"),
+        (f"echo {LOST}", "GPU is lost"),
+    ],
+    ids=["hangs", "missing", "error-on-stdout"],
+)
+def test_an_nvidia_smi_that_fails_holds_nothing_up_and_moves_nothing(
+    served: Any, script: str | None, reason: str
+) -> None:
+    before = init(served), main_pids(served)
+    started = time.monotonic()
+    served.host(f"mv {SMI} {SMI}.real", check=True)
     try:
-        yield served
+        if script is not None:
+            served.host(f"printf '#!/bin/sh\\n{script}\\n' > {SMI} && chmod 755 {SMI}", check=True)
+        done = served.play("recover")
     finally:
         served.host(f"mv {SMI}.real {SMI}", check=True)
-
-
-def test_an_nvidia_smi_that_hangs_holds_nothing_up_and_moves_nothing(hanging: Any) -> None:
-    before = init(hanging), main_pids(hanging)
-    started = time.monotonic()
-    done = hanging.play("recover")
     assert time.monotonic() - started < 90
     assert done.returncode != 0, "what could not be seen is not passed"
     lines = [line.strip() for line in screen(done).splitlines()]
     (line,) = [text for text in lines if text.startswith("placement chat: unknown: ")]
-    assert "nvidia-smi did not answer within 5 s" in line
+    assert reason in line
     assert "repair nvidia-smi and look again" in line
-    assert (init(hanging), main_pids(hanging)) == before, "servers that are right go on"
-    assert_serving(hanging)
+    assert (init(served), main_pids(served)) == before, "servers that are right go on"
+    assert_serving(served)

@@ -131,6 +131,8 @@ def test_a_tool_that_is_missing_is_named(ready):
     ready.host(f"mv {SMI} {SMI}.real", check=True)
     try:
         assert look(ready)["unknown"]["gpus"] == "nvidia-smi is not installed"
+        done = host_play(ready)
+        assert (done.returncode, changed(done.stdout)) == (0, 0), done.stdout
     finally:
         ready.host(f"mv {SMI}.real {SMI}", check=True)
 
@@ -146,6 +148,11 @@ def test_mig_and_a_gpu_that_needs_a_reset_are_left_out_of_the_plan(ready, smi):
     ]
     assert len(facts["notes"]) == 1
     assert facts["notes"][0].startswith("GPU 0 is in MIG mode: no profile is placed on it")
+    # A recovery says both in a line each, and what to do.
+    screen = host_play(ready).stdout
+    assert facts["problems"][0].split(":")[0] in screen
+    assert "nvidia-smi --gpu-reset -i 1" in screen
+    assert "GPU 0 is in MIG mode: no profile is placed on it" in screen
     group = ready.run("specrig", "topology", "-i", "inventory/lab", "--tp", "2")
     assert group.returncode == 0
     assert "tp 2: GPUs 2,3 (NUMA node 0)" in group.stdout or "tp 2: GPUs 2-3 (NUMA node 0)" in group.stdout
