@@ -360,3 +360,23 @@ def test_limits_and_tokenizer_of_a_running_server(
         code, out, _ = run(capsys, "plan", sweep_file, "--url", server.url, "--tokenizer", other, "--json")
         # " the" is one token more in each of the other folder's prompts
         assert "the server counts 4,095 tokens for a prompt of 4,096" in json.loads(out)["cells"][0]["reason"]
+
+
+def test_a_key_comes_from_the_environment_and_not_only_from_the_command_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, sweep_file: Path, tokenizer_dir: Path
+) -> None:
+    from specrig.sim.testing import running_sim
+
+    flags = {"served_model_name": "M", "context_length": 32_768, "api_key": "sk-secret"}
+    with running_sim(model_path=tokenizer_dir, **flags) as server:
+        base = ("--url", server.url, "--tokenizer", tokenizer_dir)
+        asked = ("budget", *base, "--prompt-tokens", 100, "--max-tokens", 10)
+        code, out, err = run(capsys, *asked)
+        assert code != 0
+        assert "401" in err
+        monkeypatch.setenv("SPECRIG_API_KEY", "sk-secret")
+        code, out, err = run(capsys, *asked)
+        assert (code, err) == (0, "")
+        code, planned, err = run(capsys, "plan", sweep_file, *base, "--json")
+        assert (code, err) == (0, "")
+        assert "sk-secret" not in out + planned

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--method", metavar="M", help="such as autoregressive, dflash or ddtree-b15; sets the reserved draft tokens")
     add("--headroom", type=_count_or_zero, default=0, metavar="H", help="tokens to keep free on top (0)")
     add("--url", help="read the limits from this running server instead")
-    add("--api-key", metavar="KEY", help="sent to the server")
+    add("--api-key", metavar="KEY", help="bearer token for --url (SPECRIG_API_KEY)")
     add("--prompt-tokens", type=_counts, metavar="P[,P]", help="prompt lengths, chat template included")
     add("--prompt-file", metavar="FILE", help="count the text of this file, with the chat template, instead")
     add("--thinking", action="store_true", help="count with the chat template's thinking on")
@@ -93,7 +94,9 @@ def _limits(args: argparse.Namespace) -> list[Limits]:
     if args.url:
         from specrig.engine.limits import from_server
 
-        server = msgspec.structs.replace(from_server(args.url, args.api_key), **given)
+        server = msgspec.structs.replace(
+            from_server(args.url, args.api_key or os.environ.get("SPECRIG_API_KEY")), **given
+        )
         if args.context_length is None:
             return [server]
         return [msgspec.structs.replace(server, context_length=c) for c in args.context_length]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kv-tokens", type=_count, metavar="K", help="capacity of every server's KV pool in tokens")
     add("--max-running", type=_count, metavar="R", help="requests that a server runs at once")
     add("--url", help="read the limits from this running server, and check the tokenizer against it")
-    add("--api-key", metavar="KEY", help="sent to the server")
+    add("--api-key", metavar="KEY", help="bearer token for --url (SPECRIG_API_KEY)")
     add("--headroom", type=_count_or_zero, default=0, metavar="H", help="tokens to keep free in every cell (0)")
     add("--only", action="append", default=[], metavar="GLOB", help="cells by profile, workload, method or id")
     add("--sd-log", type=_positive, metavar="S", help="standard deviation of the log speed-up between prompts (0.3)")
@@ -124,7 +125,7 @@ def _limits(
         from specrig.engine.client import EngineClient
         from specrig.engine.limits import from_server
 
-        client = stack.enter_context(EngineClient(args.url, args.api_key))
+        client = stack.enter_context(EngineClient(args.url, args.api_key or os.environ.get("SPECRIG_API_KEY")))
         return {None: msgspec.structs.replace(from_server(client), **given)}, _server_counter(client, cells)
     found: dict[str | None, Limits] = {}
     for arm in {c.profile for c in cells}:
