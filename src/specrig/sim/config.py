@@ -260,8 +260,8 @@ def build(args: argparse.Namespace) -> Config:
             flat |= {"speculative_dflash_block_size": method.block}
         if method.name == "ddtree":
             flat |= {"disable_overlap_schedule": True, "page_size": 1}
-    if not 1 <= args.port <= 65535:
-        raise UsageError(f"--port is {args.port}; expected a number from 1 to 65535")
+    if not 0 <= args.port <= 65535:
+        raise UsageError(f"--port is {args.port}; expected a number up to 65535, 0 for a free one")
     gpu_ids = None
     if not args.sim_no_devices and args.device == "cuda":
         gpu_ids = [args.base_gpu_id + rank * args.gpu_id_step for rank in range(args.tp_size)]
