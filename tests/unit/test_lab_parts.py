@@ -289,3 +289,21 @@ def test_a_model_that_the_disk_cannot_hold_is_refused_before_it_is_written(tmp_p
     with pytest.raises(UsageError, match=r"a model of 999999999 MB needs 1000000499 MB .* are free; give a smaller"):
         rootfs.model_layer(999_999_999, lambda _line: None)
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_lab_that_goes_is_gone_before_it_is_asked_whether_others_are_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # Two labs that go at once would each find the other, and nobody would put IP forwarding back.
+    from specrig.ops.lab import lifecycle, state
+
+    for module in (lifecycle, state):
+        monkeypatch.setattr(module, "STATE_ROOT", tmp_path)
+    monkeypatch.setattr(lifecycle.containers, "stop", lambda *_, **__: None)
+    seen: list[tuple[bool, list[str]]] = []
+    monkeypatch.setattr(lifecycle.network, "down", lambda _bridge, last: seen.append((last, state.labs())))
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    lifecycle._remove("one")
+    lifecycle._remove("two")
+    assert seen == [(False, ["two"]), (True, [])]

@@ -379,9 +379,10 @@ def _remove(name: str) -> None:
     if state is not None:
         network.hang_up(state.address)
     with states.locked(STATE_ROOT / ".lock"):
+        # In one step: of two labs that go at once, the second must not find the first still there.
+        if directory.exists():
+            shutil.rmtree(directory)
         network.down(bridge, last=not [other for other in states.labs() if other != name])
-    if directory.exists():
-        shutil.rmtree(directory)
     shutil.rmtree(f"/run/lxc/lock{directory}", ignore_errors=True)
 
 
