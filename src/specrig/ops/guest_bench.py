@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from specrig.errors import SpecrigError, UsageError
 from specrig.model.cell import Cell, expand, select
 from specrig.model.profile import Profile, parse_profiles
 from specrig.model.schedule import Launch
-from specrig.model.schedule import launches as schedule
 from specrig.model.sweep import load_sweep
 from specrig.runs.folder import RunFolder, is_run_folder
 from specrig.runs.lines import write_atomic
@@ -70,9 +69,9 @@ def plan_run(request: Mapping[str, Any]) -> dict[str, Any]:
     # a simulated engine starts in seconds of wall time, whatever its time scale
     pace = Pace(launch_s=_SIMULATED_LAUNCH_S / scale) if request.get("time_scale") else Pace()
     planned = plan(sweep, tokenizers.load(model), limits, profiles, source=path, cells=cells, pace=pace)
-    unfit = {item.cell for item in planned.infeasible}
-    runnable = [cell for cell in cells if cell.id not in unfit]
-    whole = schedule(sweep, runnable)
+    runnable = planned.feasible
+    fit = {cell.id for cell in runnable}
+    whole = planned.launches
     done: set[tuple[str, int]] = set()
     if request.get("create"):
         folder = folder or _new_folder(Path(request["runs"]), sweep.name)
@@ -92,7 +91,7 @@ def plan_run(request: Mapping[str, Any]) -> dict[str, Any]:
     elif folder is not None:
         done = RunFolder.open(folder).done_cells()
     left = [_launch(launch, done) for launch in whole]
-    widths = [width for cell, width in planned.expected_ci_width.items() if cell not in unfit]
+    widths = [width for cell, width in planned.expected_ci_width.items() if cell in fit]
     cells_left = sum(len(row["cells"]) for row in left)
     return {
         "run": folder.name if folder else None,
@@ -158,7 +157,7 @@ def _launch(launch: Launch, done: set[tuple[str, int]]) -> dict[str, Any]:
     }
 
 
-def _shapes(cells: list[Cell]) -> dict[str, list[dict[str, int]]]:
+def _shapes(cells: Sequence[Cell]) -> dict[str, list[dict[str, int]]]:
     """The largest request of each profile, for its full-shape smoke test."""
     largest: dict[str, dict[str, int]] = {}
     for cell in cells:
