@@ -504,8 +504,10 @@ def test_a_timer_runs_sweeps_one_at_a_time_with_the_host_as_its_own_controller(s
 
     units = [f"specrig-sweep@{name}.service" for name in names]
     serving.host(f"systemctl start --no-block {' '.join(units)}", check=True)
+    # Not the state: --no-block returns before they are activating.
+    ended = f"systemctl show -p ExecMainExitTimestampMonotonic --value {' '.join(units)}"
     deadline = time.monotonic() + 300
-    while "activating" in serving.host(f"systemctl show -p ActiveState --value {' '.join(units)}").stdout:
+    while "0" in serving.host(ended, check=True).stdout.split():
         assert time.monotonic() < deadline, serving.host(f"journalctl -n 40 --no-pager {units[0]}").stdout
         time.sleep(1)
     results = serving.host(f"systemctl show -p Result --value {' '.join(units)}").stdout.split()
