@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "load": ("specrig.load.load_cli", "run a sweep's cells against a running server"),
     "bench": ("specrig.ops.bench_cli", "run a sweep on the GPUs of an inventory, gates first"),
     "report": ("specrig.report.report_cli", "speed-ups with intervals and verdicts, from run folders"),
+    "export": ("specrig.report.export_cli", "a run under the JSON keys of aiperf, vllm or sglang dashboards"),
     "compare": ("specrig.report.compare_cli", "a new run against a base run; exit 1 on a regression"),
     "runs": ("specrig.ops.runs_cli", "list, show, resume or abort runs"),
     "schedule": ("specrig.ops.schedule_cli", "a timer on the host that runs a sweep"),

@@ -75,10 +75,25 @@ def test_peak_counts_requests_in_work_up_to_their_last_chunk_but_one() -> None:
 def test_peak_rate_is_never_below_the_mean(rows: list[list[tuple[float, int]]]) -> None:
     streams = [stream(0, sorted(t for t, _ in row), [k for _, k in row]) for row in rows]
     times = [t for s in streams for t in s.t]
-    buckets = math.floor(max(times)) - math.floor(min(times)) + 1
+    span = max(times) - min(times) or 1.0
     rate = peak_rate(streams)
     assert rate is not None
-    assert rate * buckets >= sum(k for s in streams for k in s.k) - 1e-9
+    assert rate * span >= sum(k for s in streams for k in s.k) * (1 - 1e-9)
+    window = steady(streams, 1)
+    if window is not None:
+        seen = peak_rate(streams, window)
+        assert seen is not None
+        assert seen >= window.tokens_per_s * (1 - 1e-9)
+
+
+def test_the_peak_of_a_time_that_is_no_whole_number_of_seconds() -> None:
+    # 24 tokens in 2.4 s are 10 a second; parts of 0.8 s hold 8 each but the busiest, which holds 12 of them
+    even = [stream(0, [0.0, *(0.1 + 0.1 * i for i in range(24))], [0, *[1] * 24])]
+    assert peak_rate(even) == pytest.approx(10)
+    late = [stream(0, [0.0, 0.4, 1.0, 2.0, 2.4], [1, 3, 4, 6, 6])]
+    assert peak_rate(late) == pytest.approx(12 / 0.8)
+    assert peak_rate([stream(0, [3.0, 3.0], [4, 4])]) == 8.0
+    assert peak_rate([]) is None
 
 
 def test_decode_rate_leaves_prefill_and_the_first_chunk_out() -> None:

@@ -629,7 +629,7 @@ def _judge(
         window=_window(context, outcome, window),
         checks=checks,
         output_tokens_total=sum(record.output_tokens or 0 for record in good),
-        peak_tokens_per_s=peak_rate(outcome.streams),
+        peak_tokens_per_s=peak_rate(outcome.streams, window),
         sessions=sessions,
         session_tokens_per_s=session_rate,
         warmup=warmup,

@@ -126,19 +126,36 @@ def peak(streams: Sequence[Stream]) -> int:
     return most
 
 
-def peak_rate(streams: Sequence[Stream], bucket_s: float = 1.0) -> float | None:
+def peak_rate(streams: Sequence[Stream], window: Steady | None = None, bucket_s: float = 1.0) -> float | None:
     """The busiest bucket's tokens a second, token-weighted.
+
+    Buckets are equal parts, at most ``bucket_s`` long: of the time from the first token to the last, and of the window.
+    So the peak is never below the mean over either, also where they are no whole number of seconds.
 
     Args:
         streams: the requests.
-        bucket_s: the bucket's length.
+        window: the steady window, where there is one.
+        bucket_s: the longest bucket; tokens of one single moment are taken over it.
 
     Returns:
-        Tokens a second; null without tokens. Never below the mean over whole buckets.
+        Tokens a second; null without tokens.
     """
-    buckets: dict[int, int] = {}
-    for stream in streams:
-        for t, k in zip(stream.t, stream.k, strict=True):
-            bucket = math.floor(t / bucket_s)
-            buckets[bucket] = buckets.get(bucket, 0) + k
-    return max(buckets.values()) / bucket_s if buckets else None
+    tokens = sorted((t, k) for stream in streams for t, k in zip(stream.t, stream.k, strict=True))
+    if not tokens:
+        return None
+    spans = [(tokens[0][0], tokens[-1][0], True)]
+    if window is not None and window.end > window.start:
+        spans.append((window.start, window.end, False))
+    return max(_busiest(tokens, start, end, bucket_s, closed) for start, end, closed in spans)
+
+
+def _busiest(tokens: Sequence[tuple[float, int]], start: float, end: float, bucket_s: float, closed: bool) -> float:
+    """The highest rate among the equal parts of (start, end], or of [start, end] where ``closed``."""
+    parts = max(1, math.ceil((end - start) / bucket_s))
+    width = (end - start) / parts or bucket_s
+    sums: dict[int, int] = {}
+    for t, k in tokens:
+        if start < t <= end or (closed and t == start):
+            part = min(parts - 1, max(0, math.ceil((t - start) / width) - 1))
+            sums[part] = sums.get(part, 0) + k
+    return max(sums.values(), default=0) / width
