@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a model's files come from.  Does I/O: lists and reads folders.
+
+A source has the methods of ``Source``; ``source_of`` is the one place that chooses a class by what the inventory says.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from . import modelfiles
+from .modelfiles import ModelError
+
+
+class SourceGone(ModelError):
+    """The source cannot be reached at all; what is in RAM and vouched for may still be used."""
+
+
+class Source:
+    """One model's files, read-only.
+
+    ``place`` names it in messages; ``segment_bytes`` is the part of a file that one thread reads at a time where several
+    threads share a file: each part is one ``open``.
+    """
+
+    segment_bytes = 64 * 1024 * 1024
+
+    def __init__(self, name, about):
+        self.name = name
+        self.place = about["source"]
+
+    def list(self):
+        """{relative path: {"size": bytes, "mtime_ns": int or "version": text}}, hidden names and the manifest left out.
+
+        Raises SourceGone where there is no source, ModelError where it cannot be used.
+        """
+        raise NotImplementedError
+
+    def manifest(self):
+        """{relative path: sha256} as the source itself says, or {} where it says nothing."""
+        raise NotImplementedError
+
+    def open(self, path, offset):
+        """Something with ``readinto(view) -> bytes read, 0 at the end`` and ``close()``, for one thread."""
+        raise NotImplementedError
+
+    def changed(self, path, row):
+        """Whether the file is seen to be another one than ``row`` of ``list`` says; asked when it has been copied."""
+        return False
+
+    def where(self, path):
+        """The file's full name for a message."""
+        return "%s/%s" % (self.place.rstrip("/"), path)
+
+    def read(self, path, offset, size):
+        """At most size bytes from offset, fewer at the file's end."""
+        reader = self.open(path, offset)
+        try:
+            data = bytearray(size)
+            view, count = memoryview(data), 0
+            while count < size:
+                got = reader.readinto(view[count:])
+                if not got:
+                    break
+                count += got
+            return bytes(view[:count])
+        finally:
+            reader.close()
+
+
+def stamp(row):
+    """What tells one version of a source's file from the next: a version the source gives, or its time."""
+    return row.get("version", row.get("mtime_ns"))
+
+
+class LocalSource(Source):
+    """A folder of the machine that stages: a disk or a mounted share."""
+
+    def __init__(self, name, about):
+        super().__init__(name, about)
+        self._manifest_path = os.path.join(self.place, about.get("manifest") or modelfiles.MANIFEST_NAME)
+        self._configured = bool(about.get("manifest"))
+
+    def list(self):
+        if not os.path.isdir(self.place):
+            raise SourceGone(
+                "the source %s of model %s is not there; mount or download it, or correct model_store_models"
+                % (self.place, self.name)
+            )
+        files = {}
+        own = os.path.relpath(self._manifest_path, self.place)
+        for base, folders, names in os.walk(self.place, onerror=_unreadable):
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            for name in names:
+                full = os.path.join(base, name)
+                path = os.path.relpath(full, self.place)
+                if name.startswith(".") or path == own:
+                    continue
+                try:
+                    about = os.stat(full)
+                except FileNotFoundError:
+                    raise ModelError("%s is a link to what is not there; download that file again" % full) from None
+                if not stat.S_ISREG(about.st_mode):
+                    raise ModelError("%s is no regular file; remove it from the model's folder" % full)
+                files[path] = {"size": about.st_size, "mtime_ns": about.st_mtime_ns}
+        if not files:
+            raise ModelError(
+                "the source %s of model %s holds no files; download the model there" % (self.place, self.name)
+            )
+        return files
+
+    def manifest(self):
+        try:
+            with open(self._manifest_path, encoding="utf-8") as handle:
+                return modelfiles.parse_manifest(handle.read())
+        except UnicodeDecodeError:
+            raise ModelError("%s is no text; make it with sha256sum in the folder" % self._manifest_path) from None
+        except FileNotFoundError:
+            if self._configured:
+                raise ModelError(
+                    "the manifest %s is not there; make it with sha256sum in its folder" % self._manifest_path
+                ) from None
+            return {}
+
+    def open(self, path, offset):
+        reader = open(os.path.join(self.place, path), "rb", buffering=0)
+        reader.seek(offset)
+        return reader
+
+    def changed(self, path, row):
+        about = os.stat(os.path.join(self.place, path))
+        return (about.st_size, about.st_mtime_ns) != (row["size"], row["mtime_ns"])
+
+    def where(self, path):
+        return os.path.join(self.place, path)
+
+
+def _unreadable(problem):
+    raise problem
+
+
+def source_of(name, about):
+    """The source of one model, from its entry in model_store_models."""
+    place = (about or {}).get("source")
+    if not place or not isinstance(place, str):
+        raise ModelError(
+            "model %s has no source; set model_store_models.%s.source to its folder on the host" % (name, name)
+        )
+    if "://" in place or place.startswith("hf:"):
+        raise ModelError("model %s: no way is known to read %s here; expected a folder" % (name, place))
+    if not os.path.isabs(place):
+        raise ModelError("model %s: the source %s is no absolute path; correct model_store_models" % (name, place))
+    return LocalSource(name, about)
