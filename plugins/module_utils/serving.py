@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 
 from . import cpulist, dialects
@@ -18,6 +19,11 @@ _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
 _ENV_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
 _PLAIN_WORD = re.compile(r"^[A-Za-z0-9_@%+=:,./-]+$")
 _SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSW|CREDENTIAL)", re.IGNORECASE)
+# Variables by which an engine, its libraries or its interpreter change what they do: one that nobody planned matters.
+_ENGINE_VARIABLE = re.compile(
+    r"^(?:(?:CUDA|NVIDIA|NCCL|SGLANG|SGL|TORCH\w*|PYTORCH|TRITON|FLASHINFER|OMP|MKL|KMP|GOMP|HF|TRANSFORMERS|VLLM|UCX|GLOO"
+    r"|LD|MALLOC)_|PYTHON)"
+)
 _OWNED_DIRECTIVES = frozenset(
     [
         "ExecStart",
@@ -35,6 +41,14 @@ _OWNED_DIRECTIVES = frozenset(
         "DeviceAllow",
         "DevicePolicy",
         "PrivateDevices",
+        "ProtectClock",
+        "MemoryDenyWriteExecute",
+        "AllowedMemoryNodes",
+        "CPUQuota",
+        "MemoryHigh",
+        "MemoryMax",
+        "DynamicUser",
+        "KillMode",
     ]
 )
 _SECRET_ARGUMENTS = frozenset(["--api-key", "--admin-api-key", "--ssl-keyfile-password"])
@@ -49,6 +63,23 @@ DEFAULT_UNIT = {
     "restart_delay_s": 10,
     "restart_limit": 3,
 }
+
+
+# Folders whose drop-ins systemd applies, the one that wins last.
+UNIT_FOLDERS = (
+    "/lib/systemd/system",
+    "/usr/lib/systemd/system",
+    "/usr/local/lib/systemd/system",
+    "/run/systemd/generator.late",
+    "/run/systemd/generator",
+    "/etc/systemd/system.attached",
+    "/run/systemd/system",
+    "/etc/systemd/system",
+    "/run/systemd/generator.early",
+    "/run/systemd/transient",
+    "/run/systemd/system.control",
+    "/etc/systemd/system.control",
+)
 
 
 class ServingError(ValueError):
@@ -163,19 +194,25 @@ CacheDirectory=specrig
 # exec only reports that the program was started; that it answers is polled with a real completion.
 TimeoutStartSec={start_timeout_s}
 TimeoutStopSec={stop_timeout_s}
-KillMode=control-group
+# SIGTERM goes to the main process alone: it finishes its requests and lets the ranks give their GPU memory back. What
+# is left of the group when it has ended, or when the time is up, is killed, so that nothing outlives the unit.
+KillMode=mixed
 Restart={restart}
 RestartSec={restart_delay_s}
 LimitMEMLOCK=infinity
 LimitNOFILE=1048576
+# No core file of a process that maps a whole model.
+LimitCORE=0
 TasksMax=infinity
 OOMPolicy=stop
 UMask=0027
 
 # Hardening as far as a GPU engine allows. Left out, each for a reason: PrivateDevices and ProtectClock imply
-# DeviceAllow and take the GPU away; MemoryDenyWriteExecute breaks run-time compilation; ProtectProc, ProcSubset,
-# ProtectKernelTunables and ProtectControlGroups mount a new /proc or /sys in a container and hide what is mounted over
-# it there (lxcfs's memory and CPU figures); RemoveIPC would delete the other servers' shared memory.
+# DeviceAllow, which keeps the majors that it found at the start and so takes the GPU away when the driver's change,
+# and which an unprivileged container can't apply at all (the guest's own device rules are the limit);
+# MemoryDenyWriteExecute breaks run-time compilation; ProtectProc, ProcSubset, ProtectKernelTunables and
+# ProtectControlGroups mount a new /proc or /sys in a container and hide what is mounted over it there (lxcfs's memory
+# and CPU figures); RemoveIPC would delete the other servers' shared memory.
 NoNewPrivileges=yes
 CapabilityBoundingSet=
 AmbientCapabilities=
@@ -191,18 +228,43 @@ RestrictNamespaces=yes
 RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK
 LockPersonality=yes
 SystemCallArchitectures=native
+# Left in: @resources (set_mempolicy, sched_setaffinity, by which ranks bind themselves) and @debug (pidfd_getfd, by
+# which ranks hand each other GPU memory).
+SystemCallFilter=~@clock @cpu-emulation @module @mount @obsolete @raw-io @reboot @swap
+SystemCallErrorNumber=EPERM
 
 [Install]
 WantedBy=multi-user.target
 """
-    ).format(header=HEADER, limit_s=int(settings["restart_delay_s"]) * int(settings["restart_limit"]) * 10, **settings)
+    ).format(header=HEADER, limit_s=start_limit_s(settings), **settings)
 
 
-def render_dropin(plan):
-    """Text of a profile's ``specrig.conf``: what it runs and where."""
-    lines = [HEADER, "[Service]", "ExecStart="]
-    words = [quote_exec(word) for word in plan["argv"]]
-    lines.append("ExecStart=" + " ".join(words))
+def start_limit_s(settings):
+    """Seconds in which starts are counted.
+
+    A server that dies after minutes of loading must reach the limit too: as many loads as may be tried fit in.
+    """
+    each = int(settings["restart_delay_s"]) + int(settings["start_timeout_s"])
+    return each * (int(settings["restart_limit"]) + 1)
+
+
+def render_dropin(plan, unit=None):
+    """Text of a profile's ``specrig.conf``: what it runs and where, one option a line.
+
+    An EnvironmentFile could not hold the arguments: systemd splits a variable at blanks, and knows no quotes there.
+    """
+    settings = dict(DEFAULT_UNIT)
+    settings.update(unit or {})
+    lines = [HEADER]
+    own = dict(settings, start_timeout_s=plan["start_timeout_s"])
+    if start_limit_s(own) > start_limit_s(settings):
+        lines += ["[Unit]", "StartLimitIntervalSec={0}".format(start_limit_s(own))]
+    lines += ["[Service]", "ExecStart="]
+    text = "ExecStart="
+    for index, word in enumerate(plan["argv"]):
+        gap = "" if index == 0 else " \\\n    " if word.startswith("--") else " "
+        text += gap + quote_exec(word)
+    lines.append(text)
     if plan.get("cpus"):
         lines.append("CPUAffinity=" + plan["cpus"].replace(",", " "))
     if plan.get("memory_policy") is True and plan.get("memory_nodes"):
@@ -224,6 +286,35 @@ def memory_policy_reason(plan):
     return "whether the kernel accepts it could not be told"
 
 
+def split_secrets(argv):
+    """An engine's arguments without the secret ones, and those by option (without dashes).
+
+    A command line can be read by every user of a machine; SGLang reads the same options from a file.
+
+    Raises:
+        ServingError: a secret option without a value.
+    """
+    kept = []
+    secrets = {}
+    words = iter(argv)
+    for word in words:
+        option, equals, value = word.partition("=")
+        if option not in _SECRET_ARGUMENTS:
+            kept.append(word)
+            continue
+        if not equals:
+            value = next(words, None)
+        if not value:
+            raise ServingError("{0} has no value; expected {0} VALUE in extra_args".format(option))
+        secrets[option[2:]] = value
+    return kept, secrets
+
+
+def render_secrets(secrets):
+    """Text of the file that ``--config`` names: YAML, which JSON's strings are."""
+    return HEADER + "\n" + "".join("{0}: {1}\n".format(key, json.dumps(secrets[key])) for key in sorted(secrets))
+
+
 # ---- the plan --------------------------------------------------------------------------------------------------
 
 
@@ -236,7 +327,7 @@ def plan_unit(name, profile, placed, settings):
         placed: its row of the placement plan.
         settings: ``engine`` (``sglang_server_engine``), ``dialects`` (overrides), ``model_root`` (folder of the models
             in the guest), ``listen`` (address), ``start_timeout_s``, ``engine_id`` (names the installed engine: another
-            one means that the server has to be restarted).
+            one means that the server has to be restarted), ``api_key`` (that the server is to ask for), ``unit``.
     """
     engine = settings["engine"]
     check_name(name)
@@ -266,6 +357,20 @@ def plan_unit(name, profile, placed, settings):
     # The profile's own arguments stand last, so they win.
     for words in (engine.get("extra_args"), profile.get("extra_args")):
         argv += [str(word).replace("{profile}", name) for word in words or []]
+    try:
+        argv, secrets = split_secrets(argv)
+    except ServingError as error:
+        raise ServingError("profile {0}: {1}".format(name, error)) from None
+    if settings.get("api_key"):
+        secrets.setdefault("api-key", str(settings["api_key"]))
+    if secrets:
+        if "--config" in argv:
+            raise ServingError(
+                "profile {0}: --config is given, and so is --{1}, which the role puts into a file of its own; SGLang "
+                "takes one such file: put the other options into extra_args".format(name, sorted(secrets)[0])
+            )
+        folder = (settings.get("unit") or {}).get("config_dir") or DEFAULT_UNIT["config_dir"]
+        argv[len(command) : len(command)] = ["--config", "{0}/{1}.secrets.yaml".format(folder, name)]
     env = {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "CUDA_VISIBLE_DEVICES": ",".join(str(index) for index in placed["guest_gpus"]),
@@ -277,6 +382,9 @@ def plan_unit(name, profile, placed, settings):
     }
     if settings.get("engine_id"):
         env["SPECRIG_ENGINE"] = settings["engine_id"]
+    if secrets:
+        # The command line shows only the file's name; another value has to restart the server all the same.
+        env["SPECRIG_SECRETS"] = mask(render_secrets(secrets))
     for source in (engine.get("env") or {}, method["env"], profile.get("env") or {}):
         for key in source:
             if key in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
@@ -293,6 +401,7 @@ def plan_unit(name, profile, placed, settings):
         "speculative": bool(method["draft_tokens"] is None or method["draft_tokens"] > 0),
         "argv": argv,
         "env": env,
+        "secrets": secrets,
         "serve": bool(profile.get("serve")),
         "port": int(profile["port"]),
         "model": profile["model"],
@@ -340,7 +449,7 @@ def summary_row(plan, status, tokens_per_s=None, note=""):
 
 def mask_env(env):
     """The same environment with secret values replaced by a short hash, so that they can be shown and compared."""
-    return {name: _mask(value) if _SECRET.search(name) else value for name, value in env.items()}
+    return {name: mask(value) if _SECRET.search(name) else value for name, value in env.items()}
 
 
 def mask_argv(argv):
@@ -349,15 +458,16 @@ def mask_argv(argv):
     for index, word in enumerate(argv):
         option, equals, value = word.partition("=")
         if index and argv[index - 1] in _SECRET_ARGUMENTS:
-            shown.append(_mask(word))
+            shown.append(mask(word))
         elif equals and option in _SECRET_ARGUMENTS:
-            shown.append(option + "=" + _mask(value))
+            shown.append(option + "=" + mask(value))
         else:
             shown.append(word)
     return shown
 
 
-def _mask(value):
+def mask(value):
+    """A short hash that stands for a secret."""
     return "sha256:" + hashlib.sha256(value.encode("utf-8", "surrogateescape")).hexdigest()[:12]
 
 
@@ -367,7 +477,7 @@ def differences(plan, process):
     Args:
         plan: a unit plan.
         process: ``{pid, environ: {..}|None, cmdline: [..]|None, cpus_allowed: [ints]|None}``, secrets masked; None =
-            it could not be read.
+            it could not be read. ``inherited`` names the variables that systemd gives to every unit.
 
     Returns:
         ``(different, unknown)``: lines that ask for a restart, and lines on what could not be compared.
@@ -383,6 +493,15 @@ def differences(plan, process):
             seen = environ.get(name)
             if seen != wanted[name]:
                 different.append("{0} is {1}, planned {2}".format(name, _shown(seen), _shown(wanted[name])))
+        inherited = process.get("inherited") or []
+        for name in stray_variables(environ, wanted):
+            if name in inherited:
+                unknown.append(
+                    "{0}={1} is not planned and comes from systemd's own environment; 'systemctl unset-environment "
+                    "{0}' (or DefaultEnvironment in /etc/systemd), or env of the profile".format(name, environ[name])
+                )
+            else:
+                different.append("{0} is {1}, not planned: left from before".format(name, _shown(environ[name])))
     cmdline = process.get("cmdline")
     argv = mask_argv(plan["argv"])
     if not cmdline:
@@ -398,6 +517,11 @@ def differences(plan, process):
             extra = sorted(set(allowed) - wanted_cpus)
             different.append("may run on CPUs {0} outside the planned {1}".format(cpulist.format(extra), plan["cpus"]))
     return different, unknown
+
+
+def stray_variables(environ, planned):
+    """Names of variables of a running engine that change what it does and that nobody planned."""
+    return sorted(name for name in environ if name not in planned and _ENGINE_VARIABLE.match(name))
 
 
 def _shown(value):
@@ -425,6 +549,29 @@ def _argv_difference(cmdline, argv):
             shown = ["nothing" if word is None else repr(word) for word in (have, want)]
             return "{0}has {1}, planned {2}".format(before, *shown)
     return "started by {0}, planned {1}".format(" ".join(cmdline[:1]), argv[0])
+
+
+def dropin_folders(name):
+    """Every folder whose drop-ins systemd applies to a profile's unit, the one that wins last."""
+    prefix, instance = UNIT_PREFIX[:-1], "@{0}".format(name)
+    units = ["service"]
+    # systemd also reads folders of the name cut off after each dash.
+    cut = ""
+    for part in prefix.split("-")[:-1]:
+        cut += part + "-"
+        units += [cut + ".service", cut + "@.service", cut + instance + ".service"]
+    units += [prefix + "@.service", unit_name(name)]
+    return ["{0}/{1}.d".format(root, unit) for root in UNIT_FOLDERS for unit in units]
+
+
+def replaced_line(name, fragment, template):
+    """The line for a unit file that stands in place of the template, or None."""
+    if not fragment or fragment == template:
+        return None
+    return (
+        "{0}: {1} stands in place of {2} ('systemctl edit --full' leaves such a file); remove it and run "
+        "'systemctl daemon-reload' in the guest".format(name, fragment, template)
+    )
 
 
 def foreign_directives(text):

@@ -61,7 +61,7 @@ from ..module_utils import cpulist, serving
 
 PROPERTIES = (
     "Id,LoadState,ActiveState,SubState,MainPID,UnitFileState,Result,NRestarts,NeedDaemonReload,DropInPaths,"
-    "ControlGroup,ExecMainStatus"
+    "ControlGroup,ExecMainStatus,FragmentPath"
 )
 
 
@@ -147,11 +147,18 @@ def units_of(names):
                 "need_reload": fields.get("NeedDaemonReload") == "yes",
                 "dropins": fields.get("DropInPaths", "").split(),
                 "cgroup": fields.get("ControlGroup") or None,
+                "fragment": fields.get("FragmentPath") or None,
             }
     return units
 
 
-def process_of(pid):
+def manager_variables():
+    """Names of the variables that systemd gives to every unit, by 'systemctl set-environment' or DefaultEnvironment."""
+    text = run(["systemctl", "show-environment"]) or ""
+    return [line.partition("=")[0] for line in text.splitlines() if "=" in line]
+
+
+def process_of(pid, inherited):
     environ = read("/proc/{0}/environ".format(pid))
     cmdline = read("/proc/{0}/cmdline".format(pid))
     status = read("/proc/{0}/status".format(pid))
@@ -166,7 +173,7 @@ def process_of(pid):
     words = None
     if cmdline:
         words = serving.mask_argv(cmdline.decode("utf-8", "replace").rstrip("\0").split("\0"))
-    return {"pid": pid, "environ": variables, "cmdline": words, "cpus_allowed": allowed}
+    return {"pid": pid, "environ": variables, "cmdline": words, "cpus_allowed": allowed, "inherited": inherited}
 
 
 def main():
@@ -179,12 +186,15 @@ def main():
     )
     units = units_of(known_profiles())
     running = run(["systemctl", "list-units", "--plain", "--no-legend", "--state=running,activating", "specrig-bench*"])
+    inherited = manager_variables()
     look = {
         "user": user_of(module.params["user"]),
         "ensurepip": has_ensurepip(),
         "venvs": {path: venv_record(path) for path in module.params["venvs"]},
         "units": units,
-        "processes": {name: process_of(unit["main_pid"]) for name, unit in units.items() if unit["main_pid"]},
+        "processes": {
+            name: process_of(unit["main_pid"], inherited) for name, unit in units.items() if unit["main_pid"]
+        },
         "benchmarks": [line.split()[0] for line in (running or "").splitlines() if line.split()],
     }
     module.exit_json(changed=False, look=look)

@@ -46,6 +46,9 @@ options:
         stop_timeout_s, restart, restart_delay_s, restart_limit, config_dir).
     type: dict
     required: true
+  api_key:
+    description: A key that every server is to ask for. It is written to a file of the profile, not to the command line.
+    type: str
 author: specrig developers (@specrig)
 attributes:
   check_mode:
@@ -91,6 +94,8 @@ specrig:
   type: dict
 """
 
+import contextlib
+import grp
 import os
 import subprocess
 import tempfile
@@ -120,25 +125,40 @@ class Files:
         self.changed = []
         self.diff = []
 
-    def want(self, path, text, mode, secret=False):
+    def want(self, path, text, mode, mask=None, group=0):
         before = read_text(path)
-        right_mode = before is not None and (os.stat(path).st_mode & 0o777) == mode
-        if before == text and right_mode:
+        about = os.stat(path) if before is not None else None
+        right = about is not None and (about.st_mode & 0o777, about.st_uid, about.st_gid) == (mode, os.geteuid(), group)
+        if before == text and right:
             return False
         self.changed.append(path)
-        shown = [masked(value) if secret else value for value in (before or "", text)]
+        shown = [mask(value) if mask else value for value in (before or "", text)]
         self.diff.append({"before_header": path, "after_header": path, "before": shown[0], "after": shown[1]})
         if not self.check:
             try:
-                write(path, text, mode)
+                write(path, text, mode, group)
             except OSError as error:
                 raise OSError(error.errno, error.strerror, path) from None
         return True
 
+    def unwanted(self, path):
+        if not os.path.lexists(path):
+            return False
+        self.changed.append(path)
+        self.diff.append({"before_header": path, "after_header": path, "before": "secrets\n", "after": ""})
+        if not self.check:
+            os.unlink(path)
+        return True
 
-def masked(text):
+
+def masked_env(text):
     env = serving.mask_env(serving.parse_env(text))
     return "".join("{0}={1}\n".format(name, env[name]) for name in sorted(env))
+
+
+def masked_secrets(text):
+    pairs = [line.partition(": ") for line in text.splitlines() if not line.startswith("#")]
+    return "".join("{0}: {1}\n".format(key, serving.mask(value)) for key, _, value in pairs)
 
 
 def read_text(path):
@@ -149,13 +169,14 @@ def read_text(path):
         return None
 
 
-def write(path, text, mode):
+def write(path, text, mode, group):
     folder = os.path.dirname(path)
     os.makedirs(folder, mode=0o755, exist_ok=True)
     handle, scratch = tempfile.mkstemp(dir=folder, prefix=".specrig-")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
             stream.write(text)
+            os.fchown(stream.fileno(), -1, group)
             os.fchmod(stream.fileno(), mode)
             stream.flush()
             os.fsync(stream.fileno())
@@ -181,33 +202,26 @@ def systemctl(module, *words, needed=True):
         module.fail_json(msg="systemctl {0} failed: {1}".format(" ".join(words), output))
 
 
-def dropin_folders(name):
-    """Every folder whose drop-ins systemd applies to a profile's unit, most specific last."""
-    folders = []
-    for root in ("/usr/lib/systemd/system", "/run/systemd/system", SYSTEM):
-        for unit in ("service", serving.UNIT_PREFIX[:-1] + "@.service", serving.unit_name(name)):
-            folders.append("{0}/{1}.d".format(root, unit))
-    folders.append("/run/systemd/system.control/{0}.d".format(serving.unit_name(name)))
-    folders.append("/etc/systemd/system.control/{0}.d".format(serving.unit_name(name)))
-    return folders
-
-
-def foreign_lines(name):
-    """Lines about drop-ins that are not ours and override what the plan decides."""
-    ours = "{0}/{1}.d/{2}".format(SYSTEM, serving.unit_name(name), serving.DROPIN_NAME)
-    lines = []
-    for folder in dropin_folders(name):
+def foreign_lines(name, unit):
+    """Lines about files that are not ours and override what the plan decides, on disk and in systemd's memory."""
+    ours = os.path.realpath("{0}/{1}.d/{2}".format(SYSTEM, serving.unit_name(name), serving.DROPIN_NAME))
+    replaced = serving.replaced_line(name, (unit or {}).get("fragment"), os.path.join(SYSTEM, serving.TEMPLATE_NAME))
+    lines = [replaced] if replaced else []
+    paths = list((unit or {}).get("dropins") or [])
+    for folder in serving.dropin_folders(name):
         try:
-            entries = sorted(os.listdir(folder))
+            paths += [os.path.join(folder, entry) for entry in sorted(os.listdir(folder)) if entry.endswith(".conf")]
         except OSError:
             continue
-        for entry in entries:
-            path = os.path.join(folder, entry)
-            if not entry.endswith(".conf") or path == ours:
-                continue
-            directives = serving.foreign_directives(read_text(path) or "")
-            if directives:
-                lines.append(serving.foreign_message(name, path, directives))
+    seen = {ours}
+    for path in paths:
+        real = os.path.realpath(path)
+        if real in seen:
+            continue
+        seen.add(real)
+        directives = serving.foreign_directives(read_text(path) or "")
+        if directives:
+            lines.append(serving.foreign_message(name, path, directives))
     return lines
 
 
@@ -247,17 +261,31 @@ def seen_units(names):
     return units
 
 
+def group_of(name):
+    try:
+        return grp.getgrnam(name).gr_gid
+    except KeyError:
+        return 0
+
+
 def write_files(files, template_settings, plans):
     """Names of the profiles whose files changed; ``*`` for the template."""
     changed = []
     config = template_settings.get("config_dir") or serving.DEFAULT_UNIT["config_dir"]
+    group = group_of(template_settings.get("group") or serving.DEFAULT_UNIT["group"])
     if files.want(os.path.join(SYSTEM, serving.TEMPLATE_NAME), serving.render_template(template_settings), 0o644):
         changed.append("*")
     for name, plan in plans.items():
         env_path = "{0}/{1}.env".format(config, name)
         dropin = "{0}/{1}.d/{2}".format(SYSTEM, plan["unit"], serving.DROPIN_NAME)
-        env_changed = files.want(env_path, serving.render_env(plan["env"]), 0o600, secret=True)
-        if files.want(dropin, serving.render_dropin(plan), 0o644) or env_changed:
+        secrets = "{0}/{1}.secrets.yaml".format(config, name)
+        touched = files.want(env_path, serving.render_env(plan["env"]), 0o600, masked_env)
+        if plan["secrets"]:
+            # The engine itself reads this one, as the service user.
+            touched |= files.want(secrets, serving.render_secrets(plan["secrets"]), 0o640, masked_secrets, group)
+        else:
+            touched |= files.unwanted(secrets)
+        if files.want(dropin, serving.render_dropin(plan, template_settings), 0o644) or touched:
             changed.append(name)
     return changed
 
@@ -272,11 +300,18 @@ def main():
             "misplaced": {"type": "dict", "default": {}},
             "look": {"type": "dict", "required": True},
             "settings": {"type": "dict", "required": True},
+            "api_key": {"type": "str", "no_log": True},
         },
         supports_check_mode=True,
     )
     params = module.params
     state = params["state"]
+    params["settings"]["api_key"] = params["api_key"]
+    for row in [params["settings"].get("engine") or {}, *params["profiles"].values()]:
+        # A key in extra_args is as secret as one that was given as such.
+        with contextlib.suppress(serving.ServingError, TypeError, AttributeError):
+            words = [str(word) for word in row.get("extra_args") or []]
+            module.no_log_values.update(serving.split_secrets(words)[1].values())
     # To stop a server by name needs no look at anything else.
     units = seen_units(params["names"]) if state == "stopped" else params["look"].get("units") or {}
     processes = params["look"].get("processes") or {}
@@ -290,7 +325,7 @@ def main():
     names = served if state == "present" else params["names"]
     plans, problems = ({}, []) if state == "stopped" else plan_all(module, names)
     for name in list(plans):
-        overridden = foreign_lines(name)
+        overridden = foreign_lines(name, units.get(name))
         if (units.get(name) or {}).get("load") == "masked":
             overridden.append(
                 "{0}: its unit is masked, so nobody can start it; 'systemctl unmask {1}' in the guest, or serve: false "
@@ -383,6 +418,7 @@ def main():
     for target in targets:
         target["env"] = serving.mask_env(target["env"])
         target["argv"] = serving.mask_argv(target["argv"])
+        target["secrets"] = sorted(target["secrets"])
     if module.check_mode:
         words = [line.partition(" ") for line in changed]
         changed = ["would {0} {1}".format(WOULD[verb], rest) for verb, _, rest in words]

@@ -59,7 +59,7 @@ def directives(text):
     """Directives of [Service] in order, as systemd reads them: name to the list of its values."""
     found = {}
     section = ""
-    for line in text.splitlines():
+    for line in text.replace("\\\n", "").splitlines():
         if line.startswith("["):
             section = line
         elif section == "[Service]" and "=" in line and not line.startswith("#"):
@@ -147,7 +147,8 @@ def test_the_template_keeps_the_gpu_and_the_other_servers():
     text = serving.render_template({"stop_timeout_s": 45})
     found = directives(text)
     assert found["User"] == ["specrig"]
-    assert found["KillMode"] == ["control-group"]
+    # The main process drains and lets its ranks go; the rest of the group is killed after it.
+    assert found["KillMode"] == ["mixed"]
     assert found["TimeoutStartSec"] == ["900"]
     assert found["TimeoutStopSec"] == ["45"]
     assert found["EnvironmentFile"] == ["/etc/specrig/profiles/%i.env"]
@@ -162,9 +163,30 @@ def test_the_template_keeps_the_gpu_and_the_other_servers():
     parsed = configparser.ConfigParser(strict=False, interpolation=None)
     parsed.optionxform = str
     parsed.read_string(text)
-    # 10 s x 3 restarts end well within the window in which they are counted, so a crash loop ends.
-    assert int(parsed["Unit"]["StartLimitIntervalSec"]) > 10 * 3
+    # Three starts that each load for 900 s and wait for 10 s are still counted together: a slow crash loop ends too.
+    assert int(parsed["Unit"]["StartLimitIntervalSec"]) == 4 * 910
     assert parsed["Unit"]["StartLimitBurst"] == "3"
+
+
+def test_a_profile_that_loads_for_longer_counts_its_restarts_for_longer():
+    parsed = configparser.ConfigParser(strict=False, interpolation=None)
+    parsed.optionxform = str
+    parsed.read_string(serving.render_dropin(planned({"start_timeout_s": 2000})))
+    assert int(parsed["Unit"]["StartLimitIntervalSec"]) == 4 * 2010
+    assert "[Unit]" not in serving.render_dropin(planned({"start_timeout_s": 600}))
+
+
+def test_system_calls_that_an_engine_needs_are_not_filtered():
+    (line,) = directives(serving.render_template())["SystemCallFilter"]
+    assert line.startswith("~")
+    # set_mempolicy, sched_setaffinity and mbind; pidfd_getfd and process_vm_readv; shm, memfd and io_uring.
+    assert not {"@resources", "@debug", "@process", "@ipc", "@privileged", "@system-service"} & set(line[1:].split())
+
+
+def test_arguments_stand_one_option_a_line():
+    lines = serving.render_dropin(planned()).splitlines()
+    assert "    --tp-size 4 \\" in lines
+    assert "    --port 31404 \\" in lines
 
 
 @pytest.mark.parametrize(
@@ -263,6 +285,86 @@ def test_what_cannot_be_read_is_unknown_and_restarts_nothing():
 def test_another_engine_asks_for_a_restart():
     old, new = planned(settings={"engine_id": "old"}), planned(settings={"engine_id": "new"})
     assert serving.differences(new, running(old))[0] == ["SPECRIG_ENGINE is 'old', planned 'new'"]
+
+
+def test_a_secret_argument_goes_into_a_file_and_not_onto_the_command_line():
+    plan = planned({"extra_args": ["--api-key", 'hun"ter2: #', "--admin-api-key=admin3"]})
+    text = serving.render_dropin(plan) + serving.render_env(plan["env"])
+    assert "hun" not in text
+    assert "admin3" not in text
+    at = plan["argv"].index("--config")
+    assert plan["argv"][:at] == SETTINGS["engine"]["command"]
+    assert plan["argv"][at + 1] == "/etc/specrig/profiles/tp4-ddtree-b15.secrets.yaml"
+    assert "--api-key" not in plan["argv"]
+
+    import yaml
+
+    assert yaml.safe_load(serving.render_secrets(plan["secrets"])) == {
+        "api-key": 'hun"ter2: #',
+        "admin-api-key": "admin3",
+    }
+
+
+def test_the_role_s_key_is_the_server_s_unless_the_profile_has_its_own():
+    assert planned(settings={"api_key": "role"})["secrets"] == {"api-key": "role"}
+    assert planned({"extra_args": ["--api-key", "own"]}, settings={"api_key": "role"})["secrets"] == {"api-key": "own"}
+    assert planned()["secrets"] == {}
+    assert "--config" not in planned()["argv"]
+
+
+def test_a_config_file_of_one_s_own_beside_a_secret_is_refused():
+    with pytest.raises(serving.ServingError, match="SGLang takes one such file"):
+        planned({"extra_args": ["--config", "/etc/mine.yaml", "--api-key", "x"]})
+    assert "/etc/mine.yaml" in planned({"extra_args": ["--config", "/etc/mine.yaml"]})["argv"]
+    with pytest.raises(serving.ServingError, match="--api-key has no value"):
+        planned({"extra_args": ["--api-key"]})
+
+
+def test_another_key_asks_for_a_restart_and_shows_neither():
+    old, new = planned(settings={"api_key": "old-key"}), planned(settings={"api_key": "new-key"})
+    different, _unknown = serving.differences(new, running(old))
+    assert len(different) == 1
+    assert different[0].startswith("SPECRIG_SECRETS is 'sha256:")
+    assert "-key" not in different[0]
+
+
+def test_a_variable_that_nobody_planned_asks_for_a_restart_where_it_reaches_the_engine():
+    plan = planned()
+    environ = {**running(plan)["environ"], "SGLANG_SIMULATE_ACC_LEN": "4", "TZ": "UTC", "LD_PRELOAD": "/x.so"}
+    different, unknown = serving.differences(plan, running(plan, environ=environ))
+    assert different == [
+        "LD_PRELOAD is '/x.so', not planned: left from before",
+        "SGLANG_SIMULATE_ACC_LEN is '4', not planned: left from before",
+    ]
+    assert unknown == []
+    # What systemd gives to every unit would be there again after a restart.
+    different, unknown = serving.differences(
+        plan, running(plan, environ=environ, inherited=["SGLANG_SIMULATE_ACC_LEN", "LD_PRELOAD", "PATH"])
+    )
+    assert different == []
+    assert "'systemctl unset-environment SGLANG_SIMULATE_ACC_LEN'" in unknown[1]
+
+
+def test_every_folder_of_drop_ins_is_looked_into():
+    folders = serving.dropin_folders("chat")
+    for folder in (
+        "/etc/systemd/system/specrig-sglang@chat.service.d",
+        "/etc/systemd/system/specrig-sglang@.service.d",
+        "/run/systemd/system.control/specrig-sglang@chat.service.d",
+        "/etc/systemd/system/service.d",
+        # Cut off after the dash.
+        "/etc/systemd/system/specrig-.service.d",
+        "/usr/local/lib/systemd/system/specrig-sglang@chat.service.d",
+    ):
+        assert folder in folders
+
+
+def test_a_unit_file_in_place_of_the_template_is_named():
+    template = "/etc/systemd/system/specrig-sglang@.service"
+    full = "/etc/systemd/system/specrig-sglang@chat.service"
+    assert serving.replaced_line("chat", template, template) is None
+    assert serving.replaced_line("chat", None, template) is None
+    assert serving.replaced_line("chat", full, template).startswith(f"chat: {full} stands in place of")
 
 
 def test_secrets_are_compared_and_never_shown():

@@ -86,6 +86,33 @@ _SHOWN = {
 }
 
 
+class _Config(argparse.Action):
+    """``--config FILE``: options from a YAML file. What the command line says wins, as with SGLang."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,  # noqa: ARG002 (argparse's signature)
+    ) -> None:
+        import yaml
+
+        try:
+            found = yaml.safe_load(Path(values).read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise argparse.ArgumentError(self, f"{values} can't be read: {' '.join(str(error).split())}") from None
+        if not isinstance(found, dict):
+            raise argparse.ArgumentError(self, f"{values} holds no options; expected lines of OPTION: VALUE")
+        for key, value in found.items():
+            option = "--" + str(key).replace("_", "-")
+            action = parser._option_string_actions.get(option)
+            if action is None:
+                raise argparse.ArgumentError(self, f"{values} has {key}, which is no option")
+            if getattr(namespace, action.dest, action.default) == action.default:
+                setattr(namespace, action.dest, action.type(str(value)) if callable(action.type) else value)
+
+
 def defaults() -> dict[str, Any]:
     """The flat arguments of a 0.5.23 server, by name, with their defaults."""
     loaded: dict[str, Any] = json.loads(Path(__file__).with_name("server_args.json").read_text(encoding="utf-8"))
@@ -123,6 +150,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     for name, default in defaults().items():
         if not name.startswith("_") and name != "custom_sigquit_handler":
             _add(group, name, default)
+    group.add_argument("--config", action=_Config, metavar="FILE", help="options from a YAML file")
     for name, default in FORK_ARGS.items():
         if isinstance(default, bool):
             _add(group, name, default)
