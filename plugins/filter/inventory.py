@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
+import yaml
 from ansible.errors import AnsibleFilterError
 
 _TRANSPORT = ("ansible_host", "ansible_port", "ansible_user", "ansible_password", "ansible_connection")
@@ -81,6 +82,20 @@ def file_text(path):
         raise AnsibleFilterError("{0} cannot be read: {1}".format(path, error)) from error
 
 
+def sweep_files(text):
+    """Return the names of the files that a sweep reads besides itself: prompts and traces, relative to its folder."""
+    try:
+        sweep = yaml.safe_load(text)
+        named = [workload.get(key) for workload in sweep["workloads"] for key in ("prompts", "trace")]
+    except (yaml.YAMLError, KeyError, TypeError, AttributeError):
+        return []  # who reads the sweep for what it is says what is wrong with it
+    names = sorted({name for name in named if isinstance(name, str) and name.endswith((".jsonl", ".csv"))})
+    for name in names:
+        if name.startswith("/") or ".." in name.split("/"):
+            raise AnsibleFilterError("{0}: the files of a sweep have to lie in its folder or below it".format(name))
+    return names
+
+
 class FilterModule:
     def filters(self):
-        return {"local_inventory": local_inventory, "file_text": file_text}
+        return {"local_inventory": local_inventory, "file_text": file_text, "sweep_files": sweep_files}

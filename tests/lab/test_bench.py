@@ -489,8 +489,13 @@ def test_a_timer_runs_sweeps_one_at_a_time_with_the_host_as_its_own_controller(s
     assert never.returncode == 1
     assert "Failed to parse calendar specification 'tomorrowish'" in never.stdout + never.stderr
     assert serving.host("ls /etc/systemd/system").stdout.count("specrig-sweep@never") == 0
-    for name in names:
-        sweep = write_sweep(tmp_path, name, ["tp1-dflash"], 1, {"requests": 2})
+    # What a sweep reads besides itself goes with it.
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "Tell me of one."}\n{"prompt": "Tell me of two."}\n')
+    (tmp_path / "when").mkdir()
+    (tmp_path / "when" / "t.jsonl").write_text('{"at_s": 9}\n{"at_s": 9.5, "output_tokens": 7}\n')
+    beside = {"prompts": "mine.jsonl", "arrival": "trace", "trace": "when/t.jsonl"}
+    for name, more in zip(names, (beside, {}), strict=True):
+        sweep = write_sweep(tmp_path, name, ["tp1-dflash"], 1, {"requests": 2, **more})
         done = serving.run("specrig", "schedule", str(sweep), *calendar)
         assert done.returncode == 0, done.stdout + done.stderr
         assert json.loads(done.stdout)["changed"] > 0
@@ -522,6 +527,8 @@ def test_a_timer_runs_sweeps_one_at_a_time_with_the_host_as_its_own_controller(s
         assert manifest["reason"] == "every so often"
     for name in names:
         serving.host(f"test -s /var/lib/specrig/runs/{name}-*/report.html", check=True)
+    asked = serving.host("cat /var/lib/specrig/runs/timed-*/requests.jsonl", check=True).stdout.splitlines()
+    assert sorted(json.loads(line)["output_tokens"] for line in asked) == [7, 64]
     first, second = sorted(manifests, key=lambda manifest: manifest["created_at"])
     assert first["labelled_at"] < second["created_at"]
     assert main_pids(serving) == before

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specrig.load.arrivals import due_times
 from specrig.load.metrics import decode_rate, first_eos, median, read_at
 from specrig.load.windows import Stream, arrivals_window, peak, peak_rate, steady
 
@@ -130,27 +126,3 @@ def test_median() -> None:
     assert median([3, 1, 2]) == 2
     assert median([4, 1, 2, 3]) == 2.5
     assert median([]) is None
-
-
-def test_constant_arrivals() -> None:
-    assert due_times("constant", 4, 2.0, 1) == [0.0, 0.5, 1.0, 1.5]
-    assert due_times("closed", 4, None, 1) is None
-
-
-def test_poisson_arrivals_have_exponential_gaps() -> None:
-    due = due_times("poisson", 20001, 5.0, 7)
-    assert due is not None
-    assert due == due_times("poisson", 20001, 5.0, 7)
-    assert due != due_times("poisson", 20001, 5.0, 8)
-    gaps = [b - a for a, b in itertools.pairwise(due)]
-    # mean 1/5 s, standard deviation the same; 20,000 gaps put both within 3 % (over 4 standard errors)
-    mean = sum(gaps) / len(gaps)
-    spread = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps))
-    assert mean == pytest.approx(0.2, rel=0.03)
-    assert spread == pytest.approx(0.2, rel=0.03)
-
-
-@pytest.mark.parametrize(("kind", "rate"), [("constant", None), ("poisson", 0.0), ("bursty", 1.0)])
-def test_arrivals_refuse(kind: str, rate: float | None) -> None:
-    with pytest.raises(ValueError, match=r"rate|one of"):
-        due_times(kind, 3, rate, 1)

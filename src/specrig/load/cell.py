@@ -22,7 +22,7 @@ from specrig.engine.errors import EngineError
 from specrig.errors import SpecrigError
 from specrig.load import checks as rules
 from specrig.load.api import API_PATHS, Ask, Decoder, make_decoder, request_body
-from specrig.load.arrivals import due_times
+from specrig.load.arrivals import densest_rate, due_times
 from specrig.load.metrics import decode_rate, first_eos, read_at
 from specrig.load.stream import Exchange, Lag, StreamClient, Timeouts, clock
 from specrig.load.windows import Steady, Stream, arrivals_window, peak_rate, steady
@@ -33,6 +33,7 @@ from specrig.tokens.budget import check as budget_check
 from specrig.tokens.plan import claim_problems, template_tokens
 from specrig.tokens.prompts import Prompt, for_cell
 from specrig.tokens.tokenizer import Tokenizer
+from specrig.tokens.trace import Row, rows_of
 
 T = TypeVar("T")
 
@@ -103,6 +104,7 @@ class _Job:
     index: int
     prompt_id: str
     prompt_tokens: int
+    output_tokens: int
     payload: bytes
     rid: str
     session: int | None
@@ -157,9 +159,16 @@ async def run_cell(cell: Cell, context: Context) -> CellRow:
         )
 
     try:
-        prompts = _prompts(cell, context)
+        trace = rows_of(cell, context.base)
+        prompts = _prompts(cell, context, trace)
         jobs = [
-            [_job(cell, context, prompt, index) for index, prompt in session] for session in _numbered(cell, prompts)
+            [
+                _job(
+                    cell, context, prompt, index, (trace[index].output_tokens if trace else None) or cell.output_tokens
+                )
+                for index, prompt in session
+            ]
+            for session in _numbered(cell, prompts)
         ]
     except SpecrigError as error:
         return row("failed", f"its prompts cannot be made: {error}")
@@ -168,8 +177,8 @@ async def run_cell(cell: Cell, context: Context) -> CellRow:
         if wrong := claim_problems(cell, context.tokenizer, context.limits, around):
             return row("skipped", "; ".join(wrong))
     if context.limits is not None:
-        longest = max(prompt.tokens for session in prompts for prompt in session)
-        fit = budget_check(longest, cell.output_tokens, context.limits, cell.concurrency)
+        most = max((job for session in jobs for job in session), key=lambda job: job.prompt_tokens + job.output_tokens)
+        fit = budget_check(most.prompt_tokens, most.output_tokens, context.limits, cell.concurrency)
         if not fit.fits:
             return row("skipped", "does not fit: " + "; ".join(fit.problems))
     if context.stop.is_set():
@@ -203,7 +212,7 @@ async def run_cell(cell: Cell, context: Context) -> CellRow:
     context.client.start_lag()
     watch = asyncio.create_task(_poll(cell, context, outcome)) if context.sglang else None
     try:
-        await _load(cell, context, jobs, outcome, method, tp)
+        await _load(cell, context, jobs, trace, outcome, method, tp)
     finally:
         lag = context.client.stop_lag()
         if watch is not None:
@@ -217,7 +226,13 @@ async def run_cell(cell: Cell, context: Context) -> CellRow:
 # -- before ---------------------------------------------------------------------------------------------------------
 
 
-def _prompts(cell: Cell, context: Context) -> list[list[Prompt]]:
+def _prompts(cell: Cell, context: Context, trace: Sequence[Row]) -> list[list[Prompt]]:
+    if trace:
+        sized = {
+            tokens: for_cell(context.tokenizer, cell, context.base, tokens=tokens)
+            for tokens in {row.prompt_tokens for row in trace}
+        }
+        return [[sized[row.prompt_tokens].build(index)] for index, row in enumerate(trace)]
     factory = for_cell(context.tokenizer, cell, context.base)
     if cell.turns:
         return [factory.session(index) for index in range(cell.requests)]
@@ -248,10 +263,10 @@ def _ask(cell: Cell, prompt: Prompt, max_tokens: int, rid: str, ids: list[int] |
     )
 
 
-def _job(cell: Cell, context: Context, prompt: Prompt, index: int) -> _Job:
+def _job(cell: Cell, context: Context, prompt: Prompt, index: int, output_tokens: int) -> _Job:
     rid = f"{cell.id}-{context.launch}-{index}-{secrets.token_hex(4)}"
     try:
-        body = request_body(cell.api, cell.model, _ask(cell, prompt, cell.output_tokens, rid))
+        body = request_body(cell.api, cell.model, _ask(cell, prompt, output_tokens, rid))
     except ValueError as error:
         raise SpecrigError(
             f"{cell.title}: {error}; these prompts are plain text, use api openai-completions"
@@ -260,6 +275,7 @@ def _job(cell: Cell, context: Context, prompt: Prompt, index: int) -> _Job:
         index=index,
         prompt_id=prompt.id,
         prompt_tokens=prompt.tokens,
+        output_tokens=output_tokens,
         payload=context.client.frame("POST", API_PATHS[cell.api], body),
         rid=rid,
         session=prompt.session,
@@ -368,7 +384,13 @@ async def _warm_up(cell: Cell, context: Context, prompt: Prompt) -> dict[str, An
 
 
 async def _load(
-    cell: Cell, context: Context, jobs: list[list[_Job]], outcome: _Outcome, method: str | None, tp: int | None
+    cell: Cell,
+    context: Context,
+    jobs: list[list[_Job]],
+    trace: Sequence[Row],
+    outcome: _Outcome,
+    method: str | None,
+    tp: int | None,
 ) -> None:
     """Make every request of the cell, in closed or open loop."""
 
@@ -383,24 +405,26 @@ async def _load(
     def over() -> bool:
         return context.stop.is_set() or outcome.gave_up
 
-    due = due_times(cell.arrival, cell.requests, cell.rate, cell.seed)
+    due = due_times(cell, trace)
     if due is None:
         waiting = iter(jobs)
 
-        async def worker() -> None:
+        async def worker(number: int) -> None:
+            if number and cell.ramp_s and not await _pause(context.stop, number * cell.ramp_s / workers):
+                return
             for session in waiting:
                 for number, job in enumerate(session):
                     if over():
                         return
                     tool_s = cell.tool_s if cell.turns and number else None
                     if tool_s:
-                        with contextlib.suppress(TimeoutError):
-                            await asyncio.wait_for(context.stop.wait(), tool_s)
+                        await _pause(context.stop, tool_s)
                     await one(job, clock(), tool_s)
 
+        workers = min(cell.concurrency or 1, len(jobs))
         async with asyncio.TaskGroup() as group:
-            for _ in range(min(cell.concurrency or 1, len(jobs))):
-                group.create_task(worker())
+            for number in range(workers):
+                group.create_task(worker(number))
         return
 
     gate = asyncio.Semaphore(cell.concurrency) if cell.concurrency else None
@@ -422,6 +446,13 @@ async def _load(
             if over():
                 return
             group.create_task(gated(session[0], moment))
+
+
+async def _pause(stop: asyncio.Event, seconds: float) -> bool:
+    """Wait; False where the cell was stopped meanwhile."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(stop.wait(), seconds)
+    return not stop.is_set()
 
 
 def _keep(
@@ -469,7 +500,7 @@ def _record(
     tokens = decoder.output_tokens
     error, words = exchange.error, exchange.message
     reason = decoder.finish_reason
-    asked = cell.output_tokens
+    asked = job.output_tokens
     if error is None and cell.stop == "length" and decoder.token_source != "tokenizer" and tokens != asked:
         error = "short" if tokens < asked else "count"
         words = f"{tokens} of {asked} tokens, finish_reason {reason}"
@@ -483,7 +514,7 @@ def _record(
 
     rate = decode_rate(t, k)
     reads = {}
-    for length in cell.read_at:
+    for length in (length for length in cell.read_at if length <= asked):
         read = read_at(t, k, exchange.sent, length, decoder.verify_steps, decoder.correct_drafts)
         if read is not None:
             reads[str(length)] = msgspec.structs.replace(read, finished_s=at(read.finished_s))
@@ -605,8 +636,8 @@ def _judge(
         if reached is not None:
             checks.append(reached)
         checks.append(rules.client_kept_up(lag, good))
-        if cell.rate is not None:
-            checks.append(rules.arrivals_kept(good, cell.rate))
+        if cell.arrival != "closed":
+            checks.append(rules.arrivals_kept(good, densest_rate(cell, [stream.due for stream in outcome.streams])))
     why = rules.verdict(checks)
     if context.stop.is_set() and len(records) - sum(r.error == "aborted" for r in records) < planned:
         state, why = "aborted", f"interrupted after {len(good)} of {planned} requests"

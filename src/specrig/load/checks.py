@@ -278,10 +278,10 @@ def client_kept_up(lag: Lag, records: Sequence[Request]) -> Check:
     )
 
 
-def arrivals_kept(records: Sequence[Request], rate: float) -> Check:
+def arrivals_kept(records: Sequence[Request], rate: float | None) -> Check:
     """Whether the requests of an open loop left when they were due, within a tenth of the mean gap or 10 ms."""
     late = sorted(r.sent_s - r.scheduled_s for r in records if r.sent_s is not None and r.scheduled_s is not None)
-    limit = max(0.010, 0.1 / rate)
+    limit = max(0.010, 0.1 / rate) if rate else 0.010
     if not late:
         return Check(rule="requests left when due", ok=None)
     worst = late[min(len(late) - 1, int(len(late) * 0.99))]

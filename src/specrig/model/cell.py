@@ -51,6 +51,12 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     tool_s: float | None = None
     phrase: str | None = None
     tokens_per_repetition: int | None = None
+    ramp_s: float | None = None
+    burstiness: float | None = None
+    burst: int | None = None
+    rate_to: float | None = None
+    trace: str | None = None
+    trace_speed: float | None = None
 
     @property
     def title(self) -> str:
@@ -179,6 +185,12 @@ def _cell(
         tool_s=workload.tool_s,
         phrase=workload.phrase,
         tokens_per_repetition=workload.tokens_per_repetition,
+        ramp_s=workload.ramp_s,
+        burstiness=workload.burstiness,
+        burst=workload.burst,
+        rate_to=workload.rate_to,
+        trace=workload.trace,
+        trace_speed=workload.trace_speed,
     )
     definition = msgspec.to_builtins(cell)
     definition["sampling"] = {k: v for k, v in definition["sampling"].items() if v is not None}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -13,7 +14,7 @@ from specrig.model import read
 from specrig.model.profile import parse_method
 
 KINDS = ("questions", "prose", "code", "repeat", "agentic")
-ARRIVALS = ("closed", "constant", "poisson")
+ARRIVALS = ("closed", "constant", "poisson", "gamma", "burst", "ramp", "trace")
 MAX_TOKENS = 2_000_000
 _Whole = Callable[[object, str], int]
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")
@@ -49,6 +50,11 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         requests: requests of a cell; for agentic prompts its sessions.
         turns: requests of an agentic session; tool_s: seconds its tool takes between two turns.
         tokens_per_repetition: what the author believes one repetition of `phrase` costs; the plan measures it.
+        ramp_s: of a closed loop, seconds over which its concurrency is reached; 0 = at once.
+        burstiness: of arrival gamma, the shape of its gaps. burst: of arrival burst, requests at once.
+        rate_to: of arrival ramp, the rate it ends with.
+        trace: of arrival trace, a file of times and lengths, relative to the sweep; `prompt_tokens` and `output_tokens`
+            are then the largest that a row may name, and what a row without lengths has. trace_speed: times as fast.
     """
 
     name: str
@@ -67,6 +73,12 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     tool_s: float | None = None
     phrase: str | None = None
     tokens_per_repetition: int | None = None
+    ramp_s: float | None = None
+    burstiness: float | None = None
+    burst: int | None = None
+    rate_to: float | None = None
+    trace: str | None = None
+    trace_speed: float | None = None
 
 
 class Sweep(msgspec.Struct, frozen=True, kw_only=True):
@@ -219,10 +231,10 @@ def _workload(value: object, path: str) -> Workload:
     if not free or "prompt_tokens" in fields:
         lengths = fields.need("prompt_tokens", read.listed(read.optional(tokens) if free else tokens), "prompt lengths")
     rate: tuple[float | None, ...] = (None,)
-    if not closed:
+    if not closed and arrival != "trace":
         rate = fields.need("rate", read.listed(read.number(0, 1e6, above=True)), f"requests a second, for {arrival}")
     elif "rate" in fields:
-        raise read.fail(fields.at("rate"), value["rate"], "no rate, as arrival is closed")  # type: ignore[index]
+        raise read.fail(fields.at("rate"), value["rate"], f"no rate, as arrival is {arrival}")  # type: ignore[index]
     load = read.whole(1, 100_000)
     workload = Workload(
         name=fields.need("name", _name, "a short name for the workload"),
@@ -241,9 +253,50 @@ def _workload(value: object, path: str) -> Workload:
         tool_s=fields.get("tool_s", read.number(0, 3600), 0.0 if kind == "agentic" else None),
         phrase=fields.get("phrase", _phrase, None),
         tokens_per_repetition=fields.get("tokens_per_repetition", read.whole(1, 1_000_000), None),
+        **_shape(fields, arrival),
     )
     _consistent(workload, path)
     return workload
+
+
+_OF = {
+    "ramp_s": "closed",
+    "burstiness": "gamma",
+    "burst": "burst",
+    "rate_to": "ramp",
+    "trace": "trace",
+    "trace_speed": "trace",
+}
+"""The arrival that each key of a load shape belongs to."""
+
+
+def _shape(fields: read.Fields, arrival: str) -> dict[str, Any]:
+    """The keys of a load shape; each only with the arrival that it belongs to, and needed where that has no default."""
+    positive = read.number(0, 1e6, above=True)
+    kinds: dict[str, Callable[[object, str], object]] = {
+        "ramp_s": read.number(0, 86400),
+        "burstiness": positive,
+        "burst": read.whole(1, 100_000),
+        "rate_to": positive,
+        "trace": _trace,
+        "trace_speed": positive,
+    }
+    found: dict[str, Any] = {}
+    for name, kind in kinds.items():
+        if name in fields and _OF[name] != arrival:
+            raise UsageError(f"{fields.at(name)}: saw it with arrival {arrival}; expected it with {_OF[name]} only")
+        if _OF[name] == arrival and name not in ("ramp_s", "trace_speed"):
+            found[name] = fields.need(name, kind, f"what arrival {arrival} takes")
+        else:
+            found[name] = fields.get(name, kind, None)
+    return found
+
+
+def _trace(value: object, path: str) -> str:
+    name = read.text(value, path)
+    if not name.endswith((".jsonl", ".csv")):
+        raise read.fail(path, value, "a .jsonl or .csv file")
+    return name
 
 
 def _concurrency(load: _Whole, closed: bool) -> Callable[[object, str], tuple[int | None, ...]]:
@@ -272,6 +325,8 @@ def _consistent(workload: Workload, path: str) -> None:
         )
     if workload.prompts == "agentic" and workload.arrival != "closed":
         raise read.fail(f"{path}.arrival", workload.arrival, "closed, as an agentic turn waits for the one before")
+    if workload.trace is not None and (len(workload.prompt_tokens) > 1 or len(workload.output_tokens) > 1):
+        raise UsageError(f"{path}: saw lists of lengths with a trace; expected one, the largest that a row may name")
     if workload.prompts != "repeat" and (workload.phrase or workload.tokens_per_repetition):
         raise UsageError(
             f"{path}: saw phrase or tokens_per_repetition with prompts {workload.prompts}; expected repeat"

@@ -192,7 +192,8 @@ def _open(folder: Path, sweep: Path, manifest: dict[str, Any]) -> set[tuple[str,
             return run.done_cells()
     with RunFolder.create(folder, manifest) as run:
         run.write_file("sweep.yml", sweep.read_bytes())
-        for item in sorted({cell["prompts"] for cell in manifest["cells"] if cell["prompts"].endswith(".jsonl")}):
+        named = {name for cell in manifest["cells"] for name in (cell["prompts"], cell.get("trace")) if name}
+        for item in sorted(name for name in named if name.endswith((".jsonl", ".csv"))):
             (folder / item).parent.mkdir(parents=True, exist_ok=True)
             run.write_file(item, (sweep.parent / item).read_bytes())
         run.journal({"event": "start", "outcome": "ok", "message": manifest.get("reason")})

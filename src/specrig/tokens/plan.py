@@ -19,6 +19,7 @@ from specrig.tokens.budget import Budget, Limits, check, check_repetition
 from specrig.tokens.prompts import PHRASE, PromptFactory, for_cell
 from specrig.tokens.student import quantile
 from specrig.tokens.tokenizer import Tokenizer
+from specrig.tokens.trace import longest, rows_of
 
 SD_LOG = 0.3
 """Standard deviation of the log speed-up between prompts that is taken before anything was measured."""
@@ -117,10 +118,13 @@ def plan(
     infeasible: list[Infeasible] = []
     budgets: dict[str, Budget] = {}
     tokens: dict[str, int] = {}
-    for cell in chosen:
-        own = limits.get(cell.profile, limits.get(None))
+    for listed in chosen:
+        own = limits.get(listed.profile, limits.get(None))
         if own is None:
-            raise UsageError(f"{cell.profile or 'the server'}: its context length is not known; give --context-length")
+            raise UsageError(
+                f"{listed.profile or 'the server'}: its context length is not known; give --context-length"
+            )
+        cell = _longest(listed, base)
         shape = (cell.prompts, cell.prompt_tokens, cell.cache, cell.turns, cell.phrase, cell.tokens_per_repetition)
         if shape not in built:
             built[shape] = _measure(cell, tokenizer, base, server_count)
@@ -132,7 +136,7 @@ def plan(
             reasons += budgets[cell.id].problems
         reasons += claim_problems(cell, tokenizer, own, 0 if isinstance(found, str) else found[1], headroom)
         if reasons:
-            infeasible.append(Infeasible(cell=cell.id, title=cell.title, reason="; ".join(reasons)))
+            infeasible.append(Infeasible(cell=listed.id, title=listed.title, reason="; ".join(reasons)))
     unfit = {i.cell for i in infeasible}
     fit = [c for c in chosen if c.id not in unfit]
     order = tuple(launches(sweep, fit))
@@ -150,6 +154,17 @@ def plan(
         launches=order,
         corpora=corpus.hashes(),
         tokenizer=tokenizer.revision,
+    )
+
+
+def _longest(cell: Cell, base: Path | None) -> Cell:
+    """The cell with the lengths of its longest request, where a trace gives each its own."""
+    rows = rows_of(cell, base)
+    if not rows:
+        return cell
+    most = longest(rows)
+    return msgspec.structs.replace(
+        cell, prompt_tokens=most.prompt_tokens, output_tokens=most.output_tokens or cell.output_tokens
     )
 
 
@@ -246,5 +261,6 @@ def cell_seconds(cell: Cell, prompt_tokens: int, pace: Pace) -> float:
     wave = load * prompt_tokens / pace.prefill_tokens_per_s + cell.output_tokens / pace.decode_tokens_per_s
     turns = cell.turns or 1
     busy = math.ceil(cell.requests / load) * turns * (wave + (cell.tool_s or 0))
-    arrivals = cell.requests / cell.rate if cell.rate else 0.0
+    rate = (cell.rate + (cell.rate_to or cell.rate)) / 2 if cell.rate else None
+    arrivals = cell.requests / rate if rate else 0.0
     return one + max(busy, arrivals)

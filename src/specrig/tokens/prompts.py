@@ -540,12 +540,15 @@ def _source(tokenizer: Tokenizer, kind: str, phrase: str) -> _Source:
     return _SOURCES[key]
 
 
-def for_cell(tokenizer: Tokenizer, cell: Cell, base: Path | None = None) -> PromptFactory:
-    """Return the factory of a cell's prompts; `base` is the folder that a .jsonl path is relative to."""
+def for_cell(tokenizer: Tokenizer, cell: Cell, base: Path | None = None, *, tokens: int | None = None) -> PromptFactory:
+    """Return the factory of a cell's prompts; `base` is the folder that a .jsonl path is relative to.
+
+    `tokens` is another length than the cell's own, for requests that have each their own.
+    """
     return PromptFactory(
         tokenizer,
         cell.prompts,
-        cell.prompt_tokens,
+        tokens or cell.prompt_tokens,
         cell.seed,
         cell.sampling.thinking,
         cell.cache,
