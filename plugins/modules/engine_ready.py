@@ -34,6 +34,21 @@ options:
     description: Log lines that a failure shows.
     type: int
     default: 12
+  patience_s:
+    description:
+      - Come back after this many seconds with what is known by then; C(pending) names those that are still starting.
+        The action plugin of this name asks again and shows their progress in between. 0 waits until all are decided.
+    type: float
+    default: 0
+  waited_s:
+    description: Seconds that earlier calls have waited.
+    type: float
+    default: 0
+  rows:
+    description: Rows of an earlier call; those that are decided are kept.
+    type: list
+    elements: dict
+    default: []
 author: specrig developers (@specrig)
 attributes:
   check_mode:
@@ -56,7 +71,12 @@ rows:
   returned: always
   type: list
   elements: dict
-  sample: [{profile: tp4, ready: true, seconds: 41.2, tokens_per_s: 88.1, problem: null, log: []}]
+  sample: [{profile: tp4, ready: true, seconds: 41.2, tokens_per_s: 88.1, problem: null, seen: null, asked: 1, log: []}]
+pending:
+  description: Profiles that are still starting; only with O(patience_s).
+  returned: success
+  type: list
+  elements: str
 specrig:
   description: The serving rows of the end-of-run summary.
   returned: always
@@ -66,6 +86,8 @@ specrig:
 import http.client
 import json
 import os
+import pwd
+import re
 import socket
 import subprocess
 import threading
@@ -75,19 +97,37 @@ import urllib.request
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ..module_utils import serving
+from ..module_utils import procfs, readiness, serving
 
 POLL_S = 0.2
 REQUEST_S = 120.0
 CALL_S = 10.0
 BODY_BYTES = 16 << 20
-PROPERTIES = "ActiveState,SubState,Result,MainPID,ExecMainStatus,NRestarts,ControlGroup,InvocationID"
+# A server that is up for long is not held to the time since its start, but to this.
+GRACE_S = 60.0
+PROPERTIES = (
+    "ActiveState,SubState,Result,MainPID,ExecMainStatus,ExecMainCode,NRestarts,ControlGroup,InvocationID,"
+    "ActiveEnterTimestampMonotonic,ExecMainStartTimestampMonotonic"
+)
+EMPTY = {
+    "ready": False,
+    "seconds": 0.0,
+    "tokens_per_s": None,
+    "problem": None,
+    "seen": None,
+    "asked": 0,
+    "restarts": None,
+}
 # No proxy of the environment may stand between a check and a server on this machine.
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class NotYet(Exception):
     """The server is still starting."""
+
+
+class Refused(NotYet):
+    """It did not take the request."""
 
 
 class Wrong(Exception):
@@ -109,8 +149,10 @@ def call(url, api_key, body=None, timeout=None):
             answer = error
         with answer:
             return answer.code, read_until(answer, deadline)
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        # Also something on the port that speaks no HTTP, or stops in the middle of an answer.
+    except http.client.HTTPException as error:
+        raise NotYet("what listens there speaks no HTTP: {0!r}".format(error)[:200]) from None
+    except (OSError, ValueError) as error:
+        # Also one that stops in the middle of an answer.
         raise NotYet("no answer: {0}".format(getattr(error, "reason", None) or repr(error))) from None
 
 
@@ -143,21 +185,39 @@ def unit_show(unit):
 
 
 def unit_log(unit, invocation, lines):
-    """The last log lines of this very start; of the unit where a start left none."""
+    """The last log lines of this very start, as ``(age in s, text)``; of the unit where a start left none."""
     matches = [["--unit", unit]]
     if invocation:
         matches.insert(0, ["_SYSTEMD_INVOCATION_ID=" + invocation, "+", "INVOCATION_ID=" + invocation])
     for match in matches:
-        done = subprocess.run(
-            ["journalctl", "--no-pager", "--output=cat", "--lines", str(lines), *match],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            check=False,
-        )
-        shown = [line for line in done.stdout.decode("utf-8", "replace").splitlines() if line.strip()]
+        try:
+            done = subprocess.run(
+                ["journalctl", "--no-pager", "--output=json", "--lines", str(lines), *match],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                check=False,
+                timeout=CALL_S,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return []
+        shown = [entry for entry in map(log_entry, done.stdout.splitlines()) if entry]
         if shown:
             return shown
     return []
+
+
+def log_entry(line):
+    try:
+        row = json.loads(line.decode("utf-8", "replace"))
+        text = row["MESSAGE"]
+        age = time.time() - int(row["__REALTIME_TIMESTAMP"]) / 1e6
+    except (ValueError, KeyError, TypeError):
+        return None
+    if isinstance(text, list):
+        # Bytes that are no UTF-8, such as a bar of progress, come as numbers.
+        text = bytes(text).decode("utf-8", "replace")
+    text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", (text or "").replace("\r", "\n")).strip()
+    return (max(0.0, age), text.splitlines()[-1]) if text else None
 
 
 def pids_of_cgroup(cgroup):
@@ -213,18 +273,43 @@ def owner_of(inodes):
     return owners
 
 
+def about_process(pid):
+    """``{pid, command, user, unit}`` of a process; None for what can't be read."""
+    about = {"pid": pid, "command": None, "user": None, "unit": None}
+    try:
+        with open("/proc/{0}/cmdline".format(pid), "rb") as handle:
+            words = handle.read().decode("utf-8", "replace").split("\0")
+        about["command"] = " ".join(serving.mask_argv(words)).strip()[:100] or None
+        about["user"] = pwd.getpwuid(os.stat("/proc/{0}".format(pid)).st_uid).pw_name
+    except (OSError, KeyError):
+        pass
+    try:
+        with open("/proc/{0}/cgroup".format(pid)) as handle:
+            about["unit"] = procfs.parse_cgroup(handle.read())["unit"]
+    except OSError:
+        pass
+    return about
+
+
+def strangers(port, members):
+    """Who holds a port and is none of these processes, as text; None where nobody is."""
+    owners = owner_of(listening_inodes(port))
+    if not owners or owners & members:
+        return None
+    return readiness.holder_text([about_process(pid) for pid in sorted(owners)])
+
+
 def check_owner(target, state):
-    inodes = listening_inodes(target["port"])
-    if not inodes:
+    if not listening_inodes(target["port"]):
         raise NotYet("nothing listens on port {0}".format(target["port"]))
     members = pids_of_cgroup(state.get("ControlGroup") or "/nonexistent")
     if not members:
         return
-    owners = owner_of(inodes)
-    if owners and not owners & members:
+    holder = strangers(target["port"], members)
+    if holder:
         raise Wrong(
-            "port {0} belongs to pid {1}, which is not of {2}: another server listens there; stop it, or give the "
-            "profile another port".format(target["port"], ", ".join(str(pid) for pid in sorted(owners)), target["unit"])
+            "port {0} belongs to {1}, which is not of {2}: another server listens there; stop it, or give the "
+            "profile another port".format(target["port"], holder, target["unit"])
         )
 
 
@@ -267,27 +352,39 @@ def complete(url, api_key, tokens):
     status, answer = call(url + "/generate", api_key, body, REQUEST_S)
     seconds = time.monotonic() - begun
     if status == 503:
-        raise NotYet("/generate answers 503")
+        raise Refused("/generate answers 503")
     text = answer.decode("utf-8", "replace")
     if status != 200:
         raise Wrong("its first completion answers {0}: {1}".format(status, " ".join(text.split())[:300]))
     try:
         meta = json.loads(text)["meta_info"]
         count = meta["completion_tokens"]
-    except (ValueError, KeyError, TypeError):
+        finish = meta.get("finish_reason")
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise Wrong("its first completion is not SGLang's: {0}".format(" ".join(text.split())[:200])) from None
     if count != tokens:
-        raise Wrong("its first completion has {0} tokens, expected {1}".format(count, tokens))
+        raise Wrong(readiness.short(tokens, count, finish))
     return count / seconds if seconds > 0 else None
+
+
+def started_at(state, fallback):
+    """When a unit's main process was started, by this machine's monotonic clock."""
+    for name in ("ExecMainStartTimestampMonotonic", "ActiveEnterTimestampMonotonic"):
+        stamp = state.get(name) or ""
+        if stamp.isdigit() and int(stamp):
+            return int(stamp) / 1e6
+    return fallback
 
 
 def poll(target, params, row):
     begun = time.monotonic()
+    until = begun + params["patience_s"] if params["patience_s"] else None
+    began_waiting = begun - params["waited_s"]
     limit = float(target.get("start_timeout_s") or 900)
     url = "http://127.0.0.1:{0}".format(target["port"])
     last = "nothing happened yet"
     next_unit_check = 0.0
-    restarts = None
+    started = began_waiting
     state = {}
     while True:
         now = time.monotonic()
@@ -295,15 +392,19 @@ def poll(target, params, row):
             if now >= next_unit_check:
                 state = unit_show(target["unit"])
                 next_unit_check = now + 1.0
-                check_alive(target, state, restarts)
-                restarts = state.get("NRestarts") if restarts is None else restarts
+                started = started_at(state, began_waiting)
+                check_alive(target, state, row)
+                if row["restarts"] is None:
+                    row["restarts"] = state.get("NRestarts")
             check_owner(target, state)
             check_started(url, params["api_key"])
             check_model(target, url, params["api_key"])
+            row["asked"] += 1
             row["tokens_per_s"] = complete(url, params["api_key"], params["tokens"])
             row["ready"] = True
             break
         except NotYet as error:
+            row["asked"] -= isinstance(error, Refused)
             last = str(error)
         except Wrong as error:
             row["problem"] = str(error)
@@ -312,25 +413,28 @@ def poll(target, params, row):
             # A thread that dies would leave its server looking as if nobody had asked.
             row["problem"] = "it could not be asked: {0!r}".format(error)
             break
-        if time.monotonic() - begun > limit:
-            row["problem"] = "no completion within {0:g} s: {1}".format(limit, last)
+        now = time.monotonic()
+        if now > max(started + limit, began_waiting + min(limit, GRACE_S)):
+            log = unit_log(target["unit"], state.get("InvocationID"), 1)
+            row["problem"] = readiness.late(limit, now - started, last, log, row["asked"])
+            break
+        if until is not None and now > until:
+            log = unit_log(target["unit"], state.get("InvocationID"), 1)
+            row["seen"] = "{0:.0f} of {1:g} s: {2}".format(now - started, limit, readiness.progress(last, log))
             break
         time.sleep(POLL_S)
-    row["seconds"] = round(time.monotonic() - begun, 2)
+    row["seconds"] = round(time.monotonic() - began_waiting, 2)
     if row["problem"]:
-        row["log"] = unit_log(target["unit"], state.get("InvocationID"), params["log_lines"])
+        row["log"] = [text for _age, text in unit_log(target["unit"], state.get("InvocationID"), params["log_lines"])]
 
 
-def check_alive(target, state, restarts):
-    active, sub = state.get("ActiveState"), state.get("SubState")
-    if active in ("failed", "inactive"):
+def check_alive(target, state, row):
+    line = readiness.ended(target["unit"], state, row["asked"], row["restarts"])
+    if line is not None:
+        members = pids_of_cgroup(state.get("ControlGroup") or "/nonexistent")
         raise Wrong(
-            "{0} is {1} ({2}, exit status {3})".format(
-                target["unit"], active, state.get("Result"), state.get("ExecMainStatus")
-            )
+            readiness.ended(target["unit"], state, row["asked"], row["restarts"], strangers(target["port"], members))
         )
-    if sub == "auto-restart" or (restarts is not None and state.get("NRestarts") != restarts):
-        raise Wrong("{0} ended while it started (exit status {1})".format(target["unit"], state.get("ExecMainStatus")))
 
 
 def pollable(target):
@@ -349,19 +453,22 @@ def main():
             "tokens": {"type": "int", "default": 8},
             "api_key": {"type": "str", "no_log": True},
             "log_lines": {"type": "int", "default": 12},
+            "patience_s": {"type": "float", "default": 0},
+            "waited_s": {"type": "float", "default": 0},
+            "rows": {"type": "list", "elements": "dict", "default": []},
         },
         supports_check_mode=True,
     )
     params = module.params
     targets = params["targets"]
-    rows = [
-        {"profile": target["name"], "ready": False, "seconds": 0.0, "tokens_per_s": None, "problem": None, "log": []}
-        for target in targets
-    ]
+    known = {row["profile"]: row for row in params["rows"]}
+    rows = [{**EMPTY, "profile": one["name"], "log": [], **known.get(one["name"], {})} for one in targets]
     threads = []
     for target, row in zip(targets, rows):  # noqa: B905 (strict= needs Python 3.10)
+        if row["ready"] or row["problem"]:
+            continue
+        row["seen"] = None
         if module.check_mode and (target.get("fresh") or not pollable(target)):
-            row["problem"] = None
             continue
         threads.append(threading.Thread(target=poll, args=(target, params, row), daemon=True))
     for thread in threads:
@@ -369,11 +476,15 @@ def main():
     for thread in threads:
         thread.join()
 
+    pending = [row["profile"] for row in rows if row["seen"]]
     serving_rows = []
     for target, row in zip(targets, rows):  # noqa: B905 (strict= needs Python 3.10)
         status = "serving" if row["ready"] else "failed" if row["problem"] else "would be started"
+        status = "starting" if row["seen"] else status
         rate = None if row["tokens_per_s"] is None else round(row["tokens_per_s"], 1)
         serving_rows.append(serving.summary_row(target, status, rate, row["problem"] or ""))
+    if pending:
+        module.exit_json(changed=False, rows=rows, pending=pending, specrig={"serving": serving_rows})
     failed = [row for row in rows if row["problem"]]
     if failed or (params["problems"] and not module.check_mode):
         lines = list(params["problems"])
@@ -381,7 +492,7 @@ def main():
             lines.append("{0}: {1}".format(row["profile"], row["problem"]))
             lines += ["    " + line for line in row.pop("log")]
         module.fail_json(msg="\n".join(lines), rows=rows, specrig={"serving": serving_rows})
-    module.exit_json(changed=False, rows=rows, specrig={"serving": serving_rows})
+    module.exit_json(changed=False, rows=rows, pending=[], specrig={"serving": serving_rows})
 
 
 if __name__ == "__main__":

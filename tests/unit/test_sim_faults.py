@@ -300,6 +300,10 @@ def test_death(tiny: Path, fault: str) -> None:
                 with pytest.raises(EngineError, match="can't be reached"):
                     client.generate(text="Hi")
         assert sim.process.wait(5) == 1
+        # A server's last words are its reason, not what fell over on its way down.
+        words = sim.truth_path.with_name("output").read_text()
+        assert "died; the server goes down with it" in words.splitlines()[-1]
+        assert "Traceback" not in words
 
 
 def test_every_fault_is_tested_here() -> None:

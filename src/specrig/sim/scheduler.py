@@ -542,6 +542,8 @@ class Scheduler:
         self._deadline.close()
         if self._truth is not None:
             self._truth.close()
+            # Connections end after this, and what they had asked for goes with them.
+            self._truth = None
 
 
 class _TruthFile:
