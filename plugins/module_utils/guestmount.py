@@ -214,15 +214,38 @@ def rules_impossible():
 
 def bind_into(init_pid, source, target, folder, read_only=False):
     """Binds the host's `source` over the guest's `target`; returns None, or one line saying what failed."""
+    return _in_child(
+        lambda: _inside(init_pid, source, target, folder, read_only), "%s could not be shown in the guest" % source
+    )
+
+
+def unbind_from(init_pid, target):
+    """Takes away what was bound over the guest's `target`, and the folder if it is empty; None, or one line."""
+
+    def inside():
+        libc = _libc()
+        namespace = os.open("/proc/%d/ns/mnt" % init_pid, os.O_RDONLY | os.O_CLOEXEC)
+        _call(libc.setns(namespace, CLONE_NEWNS), "setns")
+        for _again in range(8):
+            if libc.umount2(target.encode(), MNT_DETACH) != 0:
+                break
+        with contextlib.suppress(OSError):
+            os.rmdir(target)
+
+    return _in_child(inside, "%s could not be taken from the guest" % target)
+
+
+def _in_child(work, what):
+    """Runs `work` in a process of its own, since it leaves this machine's view; None, or one line on what failed."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             os.close(reader)
             try:
-                _inside(init_pid, source, target, folder, read_only)
+                work()
             except Exception as problem:
-                os.write(writer, ("%s could not be shown in the guest: %s" % (source, problem)).encode()[:1000])
+                os.write(writer, ("%s: %s" % (what, problem)).encode()[:1000])
         finally:
             os._exit(0)
     os.close(writer)

@@ -10,6 +10,8 @@ short_description: Install into a virtual environment, recorded and repeatable
 description:
   - Makes the virtual environment, installs a hashed lock, then a wheel without its dependencies, then further
     requirements, and writes down what was installed as the last step. Where the record matches, nothing is run.
+  - An environment that matches its record and is damaged (its interpreter does not run or is another Python, files are
+    missing, added, cut or grown) is made anew. A file whose content alone changed is not noticed.
 options:
   path:
     description: The virtual environment.
@@ -63,25 +65,19 @@ before:
   description: The record that was there, or null.
   returned: success
   type: dict
+damaged:
+  description: How what was there differed from what its installation had left, or null.
+  returned: success
+  type: str
 """
 
 import json
 import os
 import subprocess
-import tempfile
 
 from ansible.module_utils.basic import AnsibleModule
 
-RECORD = "specrig-installed.json"
-
-
-def read_record(path):
-    try:
-        with open(os.path.join(path, RECORD), encoding="utf-8") as handle:
-            record = json.load(handle)
-    except (OSError, ValueError):
-        return None
-    return record if isinstance(record, dict) else None
+from ..module_utils import venvs
 
 
 def works(path):
@@ -101,14 +97,6 @@ def run(module, argv):
         module.fail_json(msg="{0} failed ({1}): {2}".format(" ".join(argv[:4]), done.returncode, " | ".join(tail)))
 
 
-def write_record(path, record):
-    handle, scratch = tempfile.mkstemp(dir=path, prefix=".specrig-")
-    with os.fdopen(handle, "w", encoding="utf-8") as stream:
-        json.dump(record, stream, indent=1, sort_keys=True)
-        os.fchmod(stream.fileno(), 0o644)
-    os.rename(scratch, os.path.join(path, RECORD))
-
-
 def main():
     module = AnsibleModule(
         argument_spec={
@@ -124,22 +112,24 @@ def main():
     )
     params = module.params
     path = params["path"]
-    before = read_record(path)
+    before = venvs.read_json(os.path.join(path, venvs.RECORD))
+    contents = venvs.read_json(os.path.join(path, venvs.CONTENTS))
+    damaged = venvs.damage(path, contents) if before is not None else None
     diff = {
         "before": json.dumps(before, indent=1, sort_keys=True) + "\n",
         "after": json.dumps(params["record"], indent=1, sort_keys=True) + "\n",
         "before_header": path,
         "after_header": path,
     }
-    if before == params["record"] and os.access(os.path.join(path, "bin", "python"), os.X_OK):
-        module.exit_json(changed=False, before=before)
+    if before == params["record"] and not damaged:
+        module.exit_json(changed=False, before=before, damaged=None)
     if module.check_mode:
-        module.exit_json(changed=True, before=before, diff=diff)
+        module.exit_json(changed=True, before=before, damaged=damaged, diff=diff)
 
     if before is not None:
         # Half an installation must not look like a whole one.
-        os.unlink(os.path.join(path, RECORD))
-    if not works(path):
+        os.unlink(os.path.join(path, venvs.RECORD))
+    if damaged or not works(path):
         run(module, [params["python"], "-m", "venv", "--clear", path])
     pip = [
         os.path.join(path, "bin", "python"),
@@ -157,8 +147,9 @@ def main():
         run(module, [*pip, "--no-deps", "--no-index", "--force-reinstall", params["wheel"]])
     if params["requirements"]:
         run(module, [*pip, *params["pip_args"], *params["requirements"]])
-    write_record(path, params["record"])
-    module.exit_json(changed=True, before=before, diff=diff)
+    venvs.write_contents(path)
+    venvs.write_json(path, venvs.RECORD, params["record"])
+    module.exit_json(changed=True, before=before, damaged=damaged, diff=diff)
 
 
 if __name__ == "__main__":
