@@ -26,10 +26,14 @@ class Source:
     """
 
     segment_bytes = 64 * 1024 * 1024
+    # Whether its list costs requests to another machine: what is proven and kept is then not listed again.
+    remote = False
 
     def __init__(self, name, about):
         self.name = name
         self.place = about["source"]
+        # What somebody should know of the source, found while it was used.
+        self.notes = []
 
     def list(self):
         """{relative path: {"size": bytes, "mtime_ns": int or "version": text}}, hidden names and the manifest left out.
@@ -53,6 +57,9 @@ class Source:
         """Whether the file is seen to be another one than ``row`` of ``list`` says; asked when it has been copied."""
         return False
 
+    def close(self):
+        """Give back what it holds, such as connections; it may be used again."""
+
     def where(self, path):
         """The file's full name for a message."""
         return "%s/%s" % (self.place.rstrip("/"), path)
@@ -71,11 +78,6 @@ class Source:
             return bytes(view[:count])
         finally:
             reader.close()
-
-
-def stamp(row):
-    """What tells one version of a source's file from the next: a version the source gives, or its time."""
-    return row.get("version", row.get("mtime_ns"))
 
 
 class LocalReader:
@@ -180,8 +182,16 @@ def source_of(name, about):
         raise ModelError(
             "model %s has no source; set model_store_models.%s.source to its folder on the host" % (name, name)
         )
+    if place.startswith(("http://", "https://")):
+        # Not at the top: it has the classes above for its own.
+        from .modelsource_http import HttpSource
+
+        return HttpSource(name, about)
     if "://" in place or place.startswith("hf:"):
-        raise ModelError("model %s: no way is known to read %s here; expected a folder" % (name, place))
+        raise ModelError(
+            "model %s: no way is known to read %s here; expected a folder or an http(s) URL"
+            % (name, place.split("@")[-1])
+        )
     if not os.path.isabs(place):
         raise ModelError("model %s: the source %s is no absolute path; correct model_store_models" % (name, place))
     return LocalSource(name, about)
