@@ -64,12 +64,23 @@ from pathlib import Path
 
 from ansible import context
 from ansible.plugins.callback import CallbackBase
+from ansible_collections.specrig.host.plugins.module_utils import criticalpath
 
 SCHEMA = 1
+# The callback of this run, for actions that journal while they work.
+CURRENT = None
 LINE_LIMIT = 1000
 SECTIONS = ("found", "changed", "serving", "gates", "cells", "notes")
 LISTED = 12
 PR_SET_PDEATHSIG = 1
+# Roles in the words of the summary; another role goes by its own name.
+PARTS = {
+    "gpu_host": "host",
+    "lxc_guest": "guest",
+    "model_store": "model store",
+    "sglang_server": "servers",
+    "preflight": "gates",
+}
 
 
 def journal_path(configured: str | None) -> Path:
@@ -115,6 +126,15 @@ def version() -> str | None:
         with contextlib.suppress(OSError, ValueError, KeyError):
             return json.loads((candidate / "MANIFEST.json").read_text())["collection_info"]["version"]
     return None
+
+
+def part_of(task) -> str:
+    """Returns what a task's time is put down to on the critical path: its role, else its name."""
+    role = getattr(task, "_role", None)
+    if role is None:
+        return one_line(task.get_name(), 60)
+    name = role.get_name().rpartition(".")[2]
+    return PARTS.get(name, name)
 
 
 def serving_line(row: dict) -> str:
@@ -167,10 +187,13 @@ class CallbackModule(CallbackBase):
         self._collected = {name: [] for name in SECTIONS}
         self._failed = []
         self._host = None
+        # The critical path: the tasks one after the other, and what went on beside them.
+        self._line = []
+        self._beside = []
 
     def v2_playbook_on_start(self, playbook):
         self._begin(Path(getattr(playbook, "_file_name", "") or "").name)
-        self._path = journal_path(self.get_option("journal_file"))
+        self._file = journal_path(self.get_option("journal_file"))
         self._run = self.get_option("run") or str(uuid.uuid4())
         # The lock and the modules that a run starts name the same run.
         os.environ["SPECRIG_RUN"] = self._run
@@ -179,6 +202,8 @@ class CallbackModule(CallbackBase):
         self._version = version()
         self._check = bool(context.CLIARGS.get("check", False))
         self._ended = False
+        global CURRENT
+        CURRENT = self
         self._watch_signals()
         self._end_with_the_driver()
         limits = {key: context.CLIARGS.get(key) for key in ("subset", "tags", "skip_tags")}
@@ -213,6 +238,8 @@ class CallbackModule(CallbackBase):
             task = one_line(result.task_name, 200)
             parts = [] if hidden else [data, *(row for row in data.get("results") or [] if isinstance(row, dict))]
             told = self._collect(parts, host)
+            for part in parts:
+                self._note_beside(part, host)
             if outcome == "ok":
                 return
             message = None if hidden else self._message(parts, outcome)
@@ -287,8 +314,14 @@ class CallbackModule(CallbackBase):
             outcome = "failed" if bad or not hosts else "changed" if totals.get("changed") else "ok"
             seconds = round(time.monotonic() - self._started, 1)
             found = self._collected["found"]
+            path_lines, path = self._path(seconds) if self._beside and not self._check else ([], None)
+            if path:
+                self._write("path", "ok", **path)
             self._end(outcome, seconds=seconds, changed=totals.get("changed", 0), hosts=hosts, found=found)
-            lines = self._summary(outcome, seconds, totals.get("changed", 0))
+            # A benchmark starts servers by the dozen: its journal has the path, its screen the cells.
+            if self._collected["cells"]:
+                path_lines = []
+            lines = self._summary(outcome, seconds, totals.get("changed", 0), path_lines)
             for line in lines:
                 self._display.display(line)
             if self.get_option("summary_file"):
@@ -340,8 +373,51 @@ class CallbackModule(CallbackBase):
     def v2_playbook_on_task_start(self, task, is_conditional):  # noqa: ARG002
         if self._interrupted:
             raise KeyboardInterrupt
+        with self._never_break_a_play():
+            self._line.append({"name": part_of(task), "start": time.monotonic()})
 
-    def _summary(self, outcome, seconds, changed):
+    # the critical path
+
+    def _note_beside(self, part, host):
+        """Keeps what a result says of things that went on beside the tasks, in this process's own time.
+
+        Clocks differ between machines, so the moments are taken as so long before the result, which just came.
+        """
+        said = part.get("specrig")
+        rows = said.get("chain") if isinstance(said, dict) else None
+        if not rows or not self._line:
+            return
+        offset = time.monotonic() - said["clock_unix"]
+        for row in rows:
+            start = row["started_unix"] + offset
+            about = {key: row.get(key) for key in ("name", "detail", "kind", "at_most")}
+            self._beside.append(
+                {
+                    **about,
+                    "host": host,
+                    "start": start,
+                    "end": start + row["seconds"],
+                    "task": len(self._line) - 1,
+                    "after": row.get("after") or [],
+                }
+            )
+
+    def _path(self, wall):
+        """(lines for the screen, what the journal keeps) of the critical path; nothing where nothing was waited for."""
+        if not self._beside or not self._line:
+            return [], None
+        now = time.monotonic()
+        line = [{"name": "start", "start": self._started, "end": self._line[0]["start"]}]
+        ends = [task["start"] for task in self._line[1:]] + [now]
+        line += [{**task, "end": end} for task, end in zip(self._line, ends, strict=True)]
+        rows = [{**row, "task": row["task"] + 1} for row in self._beside]
+        several = len({row["host"] for row in rows if row["kind"] != "model"}) > 1
+        for row in rows:
+            if several and row["kind"] != "model":
+                row["name"] = f"{row['host']} {row['name']}"
+        return criticalpath.told(line, rows, wall)
+
+    def _summary(self, outcome, seconds, changed, path=()):
         word = {"failed": "FAILED", "changed": "done", "ok": "done, nothing to change"}[outcome]
         mode = " (check mode: nothing was changed)" if self._check else ""
         head = f"{self._playbook or 'run'}: {word}{mode} · changed={changed} · {seconds:.1f} s"
@@ -357,11 +433,17 @@ class CallbackModule(CallbackBase):
         if gates and not open_gates:
             lines.append(f"gates      all {len(gates)} passed")
         lines += _section("notes", [str(row) for row in rows["notes"]])
+        lines += _section("critical path", list(path))
         lines += _section("failed", [_failure(*row) for row in self._failed])
-        lines.append(f"journal    {self._path if not self._broken else 'not written'} · run {self._run}")
+        lines.append(f"journal    {self._file if not self._broken else 'not written'} · run {self._run}")
         return lines
 
     # writing
+
+    def write(self, event, outcome, **extra):
+        """Appends an event for an action, which calls this in the fork that it runs in."""
+        with self._never_break_a_play():
+            self._write(event, outcome, **extra)
 
     def _keep(self, path, lines):
         """Replaces the summary file; what cannot be written costs a warning."""
@@ -393,12 +475,12 @@ class CallbackModule(CallbackBase):
         }
         record.update(extra)
         try:
-            append(self._path, record)
+            append(self._file, record)
         except OSError as problem:
             if not self._broken:
                 self._broken = True
                 self._display.warning(
-                    f"the journal {self._path} could not be written ({problem.strerror or problem}):"
+                    f"the journal {self._file} could not be written ({problem.strerror or problem}):"
                     " the play goes on without it; set SPECRIG_JOURNAL to a file you may write"
                 )
 

@@ -36,6 +36,13 @@ options:
     description: Profiles whose ranks the host sees on other GPUs than planned, each with a line; they are restarted.
     type: dict
     default: {}
+  missing_models:
+    description:
+      - Models that are being staged. A profile that needs one of them is converged and not started; it is in
+        RV(waiting), for M(specrig.host.serving_release).
+    type: list
+    elements: str
+    default: []
   look:
     description: What M(specrig.host.serving_look) saw; may be empty with V(stopped).
     type: dict
@@ -88,6 +95,10 @@ started:
   returned: success
   type: list
   elements: str
+waiting:
+  description: Profile to C(models), the models it waits for, and C(verb), what starting it will be called.
+  returned: success
+  type: dict
 specrig:
   description: Lines for the end-of-run summary.
   returned: success
@@ -102,7 +113,7 @@ import tempfile
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ..module_utils import serving
+from ..module_utils import serving, stageprogress, startorder
 
 SYSTEM = "/etc/systemd/system"
 # What check mode says in place of what was done.
@@ -290,6 +301,34 @@ def write_files(files, template_settings, plans):
     return changed
 
 
+def begin(module, plans, start, restart, stop, waiting, units, processes):
+    """Starts all that can start, all at once; what takes over a GPU of another only when that has let go of it."""
+    running = ("active", "activating", "reloading", "deactivating")
+    held = {
+        name: startorder.gpus_of(processes.get(name))
+        for name in restart + stop
+        if (units.get(name) or {}).get("active") in running
+        and ((units.get(name) or {}).get("main_pid") or name in stop)
+    }
+    wanted = {name: plans[name]["guest_gpus"] for name in restart + start}
+    at_once, first, later = startorder.order(wanted, held, stop)
+    ending = [serving.unit_name(name) for name in stop + first]
+    if ending:
+        systemctl(module, "--no-block", "stop", *ending)
+    # A restart of what does not run is a start.
+    for verb, which in (("restart", restart), ("start", start)):
+        names = [serving.unit_name(name) for name in which if name in at_once and name not in waiting]
+        if names:
+            systemctl(module, "--no-block", verb, *names)
+    if ending:
+        systemctl(module, "stop", *ending)
+        # A unit that is stopped for good is not left as a failure.
+        systemctl(module, "reset-failed", *ending, needed=False)
+    names = [serving.unit_name(name) for name in later if name not in waiting]
+    if names:
+        systemctl(module, "--no-block", "start", *names)
+
+
 def main():
     module = AnsibleModule(
         argument_spec={
@@ -298,6 +337,7 @@ def main():
             "profiles": {"type": "dict", "required": True},
             "placement": {"type": "dict", "default": {}},
             "misplaced": {"type": "dict", "default": {}},
+            "missing_models": {"type": "list", "elements": "str", "default": []},
             "look": {"type": "dict", "required": True},
             "settings": {"type": "dict", "required": True},
             "api_key": {"type": "str", "no_log": True},
@@ -355,7 +395,7 @@ def main():
             changed.append("{0} {1}".format("rewrote" if known and units else "wrote", what))
     reload_needed = bool(files.changed) or any((units.get(name) or {}).get("need_reload") for name in plans)
 
-    start, restart = [], []
+    start, restart, waiting = [], [], {}
     for name, plan in plans.items():
         action, reasons, unknown = serving.decide(plan, units.get(name), processes.get(name), True)
         notes += ["{0}: {1}".format(name, line) for line in unknown]
@@ -364,7 +404,14 @@ def main():
         if action in ("start", "restart"):
             (start if action == "start" else restart).append(name)
             found.append("{0}: {1}".format(name, "; ".join(reasons)))
-            changed.append("{0} {1}".format("restarted" if action == "restart" else "started", name))
+            missing = stageprogress.models_of(
+                params["profiles"][name], params["settings"].get("model_root") or "/", params["missing_models"]
+            )
+            verb = "restarted" if action == "restart" else "started"
+            if missing:
+                waiting[name] = {"models": missing, "verb": verb}
+            else:
+                changed.append("{0} {1}".format(verb, name))
     stop, benchmarks = sorted(params["names"]), []
     if state == "present":
         needed = {index for name in start + restart for index in plans[name]["guest_gpus"]}
@@ -400,9 +447,8 @@ def main():
     if not module.check_mode:
         if reload_needed:
             systemctl(module, "daemon-reload")
-        if stop:
-            systemctl(module, "stop", *benchmarks, *[serving.unit_name(name) for name in stop])
-            systemctl(module, "reset-failed", serving.UNIT_PREFIX + "*.service")
+        if benchmarks:
+            systemctl(module, "stop", *benchmarks)
         for verb, which in (("enable", enable), ("disable", disable)):
             if which:
                 systemctl(module, "--quiet", verb, *[serving.unit_name(name) for name in which])
@@ -410,9 +456,7 @@ def main():
         if fresh:
             # A start limit that was hit earlier would refuse this start; a unit that systemd forgot meanwhile has none.
             systemctl(module, "reset-failed", *[serving.unit_name(name) for name in fresh], needed=False)
-        for verb, which in (("restart", restart), ("start", start)):
-            if which:
-                systemctl(module, "--no-block", verb, *[serving.unit_name(name) for name in which])
+        begin(module, plans, start, restart, stop, waiting, units, processes)
 
     targets = [dict(plan, fresh=name in start or name in restart) for name, plan in plans.items()]
     for target in targets:
@@ -433,7 +477,8 @@ def main():
         plans={target["name"]: target for target in targets},
         targets=targets,
         problems=problems,
-        started=start + restart,
+        started=[name for name in start + restart if name not in waiting],
+        waiting=waiting,
         stopped=stop,
         specrig=report,
     )

@@ -199,10 +199,11 @@ def test_under_ansible_runner_the_same_journal_is_written(play, tmp_path, reposi
 
 
 @pytest.fixture
-def module(repository):
+def module(repository, monkeypatch):
     """The callback's module, as Ansible loads it."""
     import importlib.util
 
+    monkeypatch.setattr(sys, "path", [str(repository / ".collections"), *sys.path])
     spec = importlib.util.spec_from_file_location("specrig_journal", repository / "callback_plugins" / "journal.py")
     loaded = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loaded)
