@@ -13,7 +13,10 @@ TEMPORARY_PREFIX = ".specrig-part."
 INDEX_NAME = "model.safetensors.index.json"
 LFS_START = b"version https://git-lfs.github.com/spec/"
 HEADER_LIMIT_BYTES = 100 * 1000 * 1000
-MARKER_SCHEMA = 1
+MARKER_SCHEMA = 2
+KEPT_SCHEMA = 1
+# A Git LFS pointer is three short lines.
+POINTER_LIMIT_BYTES = 1024
 
 _MANIFEST_LINE = re.compile(r"^([0-9a-fA-F]{64}) [ *](.+)$")
 
@@ -121,38 +124,184 @@ def check_index(text, tensors_by_file):
             )
 
 
-def plan(source, target, marker, manifest):
+def check_extra(source, files, manifest, kept, index_text):
+    """Raises ModelError for weights that nothing names: an engine that loads every *.safetensors would load them too.
+
+    Args:
+        source: where the files are, for the message.
+        files: their relative paths.
+        manifest: paths that the source's own manifest names; empty without one.
+        kept: paths of the manifest kept from an earlier staging; empty without one.
+        index_text: the text of index.json, or None.
+    """
+    if manifest:
+        names, who = set(manifest), "its manifest"
+    elif kept:
+        names, who = set(kept), "the manifest kept of it"
+    elif index_text is not None:
+        names, who = set(json.loads(index_text)["weight_map"].values()), INDEX_NAME
+    else:
+        return
+    for path in sorted(files):
+        if path.endswith(".safetensors") and path not in names:
+            raise ModelError(
+                "%s/%s is not named by %s; remove it, or name it in %s if it belongs to the model"
+                % (source, path, who, MANIFEST_NAME)
+            )
+
+
+def stamp(row):
+    """What tells one version of a source's file from the next: a version the source gives, or its time."""
+    return row.get("version", row.get("mtime_ns"))
+
+
+def unmoved(row, known):
+    """Whether size and time of a source's file are those that were kept."""
+    return known is not None and row["size"] == known.get("size") and stamp(row) == stamp(known)
+
+
+def expected(source, kept_path, files, manifest, kept):
+    """Which sum each file must have.
+
+    Args:
+        source: where the files are, for messages.
+        kept_path: where the kept manifest is, for messages.
+        files: the source's {path: {"size", "mtime_ns" or "version"}}.
+        manifest: the source's own {path: sha256}; may be empty.
+        kept: what ``kept_manifest`` gave earlier, for the same source and revision, or None.
+
+    Returns:
+        {path: (sha256, "manifest" or "kept", settled)}; a path that nothing names is left out. Settled: the file must
+        have this sum, whereas one that was replaced since the manifest was kept need not.
+
+    Raises ModelError where a file is missing that one of both names, and where both contradict each other.
+    """
+    known = kept["files"] if kept else {}
+    named = manifest or known
+    for path in sorted(named):
+        if path in files:
+            continue
+        if manifest:
+            raise ModelError("%s lacks %s, which its manifest names; get it again" % (source, path))
+        raise ModelError(
+            "%s lacks %s, which the manifest kept since %s names; get it again, or, if that is on purpose, "
+            "remove %s and run again" % (source, path, kept["made_at"], kept_path)
+        )
+    sums = {}
+    for path in files:
+        before = known.get(path)
+        if path in manifest:
+            sums[path] = (manifest[path], "manifest", True)
+            if unmoved(files[path], before) and before["sha256"] != manifest[path]:
+                raise ModelError(
+                    "%s/%s has the size and time it had on %s and another sum in the manifest (%s, was %s): its "
+                    "content is wrong, get it again; if it was changed on purpose, remove %s and run again"
+                    % (source, path, kept["made_at"], manifest[path][:12], before["sha256"][:12], kept_path)
+                )
+        elif before is not None:
+            sums[path] = (before["sha256"], "kept", unmoved(files[path], before))
+    return sums
+
+
+def refusal(where, found, wanted, against, unchanged, kept_path, made_at):
+    """The line for a file whose content is not what was expected."""
+    if against == "manifest":
+        return "%s has sha256 %s, the manifest says %s: its content is wrong; get that file again" % (
+            where,
+            found,
+            wanted,
+        )
+    if unchanged:
+        return (
+            "%s has sha256 %s and had %s on %s, with the same size and time: its content is wrong; "
+            "get that file again" % (where, found, wanted, made_at)
+        )
+    return (
+        "%s has sha256 %s and had %s on %s: it was replaced since; if that was on purpose, remove %s and run again, "
+        "else get that file again" % (where, found, wanted, made_at, kept_path)
+    )
+
+
+def kept_manifest(model, source, revision, made_at, rows, sums):
+    """The manifest to keep: the source's rows and the sums of what was read, for later stagings to be compared with."""
+    files = {}
+    for path in sorted(rows):
+        files[path] = {key: rows[path][key] for key in ("size", "mtime_ns", "version") if key in rows[path]}
+        files[path]["sha256"] = sums[path]
+    return {
+        "schema": KEPT_SCHEMA,
+        "model": model,
+        "source": source,
+        "revision": revision,
+        "made_at": made_at,
+        "files": files,
+    }
+
+
+def read_kept(name, text):
+    """A kept manifest from its text.  Raises ModelError where it is none."""
+    try:
+        kept = json.loads(text)
+        good = (
+            kept["schema"] == KEPT_SCHEMA
+            and bool(kept["made_at"])
+            and all(
+                re.match("^[0-9a-f]{64}$", row["sha256"]) and row["size"] >= 0 and check_relative(path)
+                for path, row in kept["files"].items()
+            )
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        good = False
+    if not good:
+        raise ModelError("%s is no manifest of schema %d; remove it and run again" % (name, KEPT_SCHEMA))
+    return kept
+
+
+def as_vouched(row, have):
+    """Whether a file in RAM is the one that a row of the marker or of the record of proofs is about.
+
+    The inode's change time is compared where the row has it: a write that puts the modification time back moves it.
+    """
+    if row is None or have is None or any(row.get(key) != have[key] for key in ("size", "mtime_ns", "ino")):
+        return False
+    return row.get("ctime_ns") in (None, have["ctime_ns"])
+
+
+def plan(files, target, vouched, sums):
     """What to do about each file.
 
     Args:
-        source: {path: {"size", "mtime_ns"}} of the files to have.
-        target: the same of what lies in RAM.
-        marker: the marker's {path: {"size", "mtime_ns", "source_mtime_ns", "sha256"}}, or None without a marker.
-        manifest: {path: sha256}; may be empty.
+        files: the source's {path: {"size", "mtime_ns" or "version"}} of the files to have.
+        target: {path: {"size", "mtime_ns", "ino", "ctime_ns"}} of what lies in RAM.
+        vouched: {path: {"size", "mtime_ns", "ino", "stamp", "sha256"}} of what was proven within this boot.
+        sums: what ``expected`` gives.
 
     Returns:
-        {"keep": [...], "verify": [...], "copy": [...], "drop": [...]}: kept as the marker vouches for them, read again
-        because nothing vouches for them, copied, and removed because the source no longer has them.
+        {"keep": [...], "verify": [...], "copy": [...]}: kept as it is proven, read again because nothing vouches for
+        it, and copied.
     """
-    result = {"keep": [], "verify": [], "copy": [], "drop": []}
-    known = marker or {}
-    for path in sorted(source):
-        want, have, vouched = source[path], target.get(path), known.get(path)
+    result = {"keep": [], "verify": [], "copy": []}
+    for path in sorted(files):
+        want, have, row = files[path], target.get(path), vouched.get(path)
+        wanted, _against, settled = sums.get(path, (None, None, False))
         if have is None or have["size"] != want["size"]:
             result["copy"].append(path)
             continue
-        intact = (
-            vouched is not None
-            and vouched.get("size") == have["size"]
-            and vouched.get("mtime_ns") == have["mtime_ns"]
-            and vouched.get("source_mtime_ns") == want["mtime_ns"]
-            and manifest.get(path, vouched.get("sha256")) == vouched.get("sha256")
-        )
-        if intact:
+        same = settled or (row is not None and row.get("stamp") == stamp(want))
+        if same and as_vouched(row, have) and wanted in (None, row["sha256"]):
             result["keep"].append(path)
-        elif path in manifest:
+        elif settled:
             result["verify"].append(path)
         else:
             result["copy"].append(path)
-    result["drop"] = sorted(path for path in known if path not in source and path in target)
     return result
+
+
+def verified(files, sums):
+    """Against what all files were compared: "manifest", "kept", "partly", or "unknown" where it was nothing."""
+    ways = {sums[path][1] if path in sums else None for path in files}
+    if ways <= {"manifest"}:
+        return "manifest"
+    if None not in ways:
+        return "kept"
+    return "unknown" if ways == {None} else "partly"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib
 import json
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -62,8 +64,7 @@ def stage(tmp_path: Path, source: Path, repository: Path, monkeypatch, capsys):
     target.mkdir()
 
     def call(check: bool = False, about: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
-        models = {"M": about if about is not None else {"source": str(source)}}
-        parameters = {"models": models, "target": str(target), "streams": 2, **more}
+        parameters = {**call.parameters, **({"models": {"M": about}} if about is not None else {}), **more}
         arguments = {"ANSIBLE_MODULE_ARGS": {**parameters, "_ansible_check_mode": check}}
         monkeypatch.setattr(basic, "_ANSIBLE_ARGS", json.dumps(arguments).encode())
         monkeypatch.setattr(basic, "_ANSIBLE_PROFILE", "legacy", raising=False)
@@ -73,6 +74,13 @@ def stage(tmp_path: Path, source: Path, repository: Path, monkeypatch, capsys):
 
     call.target = target / "M"
     call.module = module
+    call.parameters = {
+        "models": {"M": {"source": str(source)}},
+        "target": str(target),
+        "streams": 2,
+        "state_dir": str(tmp_path / "state"),
+        "progress_dir": str(tmp_path / "progress"),
+    }
     return call
 
 
@@ -105,8 +113,8 @@ def test_a_model_is_staged_once_and_then_left_alone(stage, source):
 
 def test_an_unchanged_model_is_not_read_again(stage, monkeypatch):
     stage()
-    monkeypatch.setattr(stage.module, "digest", lambda path: pytest.fail(f"read {path}"))
-    monkeypatch.setattr(stage.module, "copy_file", lambda *rest: pytest.fail(f"copied {rest}"))
+    monkeypatch.setattr(stage.module.stagecopy, "Copier", lambda *rest, **more: pytest.fail(f"copied {rest}"))
+    monkeypatch.setattr(stage.module.modelsource.LocalSource, "open", lambda *rest: pytest.fail(f"read {rest}"))
     assert stage()["complete"] is True
 
 
@@ -252,21 +260,23 @@ def test_a_bad_manifest_is_one_line(stage, source, text):
     assert not stage.target.exists()
 
 
-def test_killed_in_the_middle_it_goes_on_where_it_was(stage, source, tmp_path, repository):
-    # One shard large enough to be caught half-way, one file that is through by then.
-    safetensors(source / "model-00002-of-00002.safetensors", {"c.weight": os.urandom(200_000_000)})
-    manifest(source)
+def child(repository: Path, parameters: dict[str, Any], before: str = "") -> list[str]:
+    """The command that runs the module in a process of its own."""
     code = (
         "import json, sys; sys.path.insert(0, sys.argv[1])\n"
         "from ansible.module_utils import basic\n"
         "basic._ANSIBLE_ARGS = json.dumps({'ANSIBLE_MODULE_ARGS': json.loads(sys.argv[2])}).encode()\n"
         "basic._ANSIBLE_PROFILE = 'legacy'\n"
-        f"import {MODULE} as module\n"
-        "module.PIECE_BYTES = 65536\n"
-        "module.main()\n"
+        f"import {MODULE} as module\n{before}\nmodule.main()\n"
     )
-    parameters = {"models": {"M": {"source": str(source)}}, "target": str(tmp_path / "ram"), "streams": 2}
-    command = [sys.executable, "-c", code, str(repository / ".collections"), json.dumps(parameters)]
+    return [sys.executable, "-c", code, str(repository / ".collections"), json.dumps(parameters)]
+
+
+def test_killed_in_the_middle_it_goes_on_where_it_was(stage, source, tmp_path, repository):
+    # One shard large enough to be caught half-way, one file that is through by then.
+    safetensors(source / "model-00002-of-00002.safetensors", {"c.weight": os.urandom(200_000_000)})
+    manifest(source)
+    command = child(repository, stage.parameters, "module.stagecopy.PIECE_BYTES = 65536")
     part = stage.target / (modelfiles.TEMPORARY_PREFIX + "model-00002-of-00002.safetensors")
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         deadline = time.monotonic() + 30
@@ -299,23 +309,32 @@ def test_a_manifest_that_comes_later_is_compared_with_the_sums_of_the_copy(stage
     assert done["specrig"]["gates"][0]["status"] == "pass"
 
 
-def test_who_waited_for_another_staging_does_nothing_again(stage, monkeypatch):
-    stage()
-    seen = []
-    survey = stage.module.survey
-    blank = {"keep": [], "verify": [], "drop": []}
+def test_two_runs_at_once_one_works_and_the_other_waits_and_says_so(stage, source, monkeypatch, repository):
+    """Another run holds the model when this one comes; it is through when this one's turn comes."""
+    stage.target.mkdir(parents=True)
+    lock = (stage.target / ".specrig-lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    lock.write("4711")
+    lock.flush()
+    real, calls = stage.module.stagecopy.locked, []
 
-    def late(*arguments):
-        """The first look finds nothing; the one after the lock finds what the other run did."""
-        state = survey(*arguments)
-        seen.append(1)
-        return state if len(seen) > 1 else {**state, "marker": None, "plan": {**blank, "copy": sorted(state["files"])}}
+    def locked(target, wait):
+        calls.append(wait)
+        if wait:
+            lock.close()
+            done = subprocess.run(child(repository, stage.parameters), capture_output=True, text=True, check=True)
+            assert len(json.loads(done.stdout)["models"]["M"]["copied"]) == 4
+        return real(target, wait)
 
-    monkeypatch.setattr(stage.module, "survey", late)
-    monkeypatch.setattr(stage.module, "copy_file", lambda *rest: pytest.fail(f"copied {rest}"))
+    monkeypatch.setattr(stage.module.stagecopy, "locked", locked)
     done = stage()
-    assert len(seen) == 2
-    assert "0 files, 0.00 GB" in done["specrig"]["changed"][0]
+    assert calls == [False, True]
+    assert done["models"]["M"]["copied"] == []
+    assert "staged model M: 0 files, 0.00 GB" in done["specrig"]["changed"][0]
+    assert re.fullmatch(
+        r"model M: waited \d+\.\d s for another staging of it \(process 4711\)", done["specrig"]["notes"][0]
+    )
+    assert listing(stage.target) == wanted(source)
 
 
 def test_what_a_killed_staging_left_is_not_missed_as_room(stage, monkeypatch):
