@@ -29,6 +29,10 @@ NUMBERS = ("draft_tokens", "block_size", "tree_depth", "reserved_tokens")
         ("ddtree", 15, "ddtree-b15", (16, 16, 15, 16)),
         ("ddtree", 31, "ddtree-b31", (32, 16, 15, 32)),
         ("nextn", None, "nextn", (4, 4, 3, 4)),
+        ("eagle", None, "eagle", (4, 4, 3, 4)),
+        ("eagle3", None, "eagle3", (4, 4, 3, 4)),
+        ("standalone", None, "standalone", (4, 4, 3, 4)),
+        ("ngram", None, "ngram", (12, 12, 11, 0)),
     ],
 )
 def test_what_a_method_means(method, budget, label, numbers):
@@ -79,6 +83,74 @@ def test_the_inventory_chooses_changes_and_adds():
     assert added["flags"][-1] == "7"
 
 
+def test_numbers_of_a_tree_follow_from_its_steps_and_branching():
+    """EAGLE holds max(topk * steps, draft tokens) back from the window; a chain drafts steps + 1."""
+    tree = dialects.resolve("eagle3", None, {"eagle3": {"steps": 5, "topk": 4, "draft_tokens": 16}})
+    assert tuple(tree[key] for key in NUMBERS) == (16, 16, 5, 20)
+    assert tree["flags"][4:] == [
+        "--speculative-num-steps",
+        "5",
+        "--speculative-eagle-topk",
+        "4",
+        "--speculative-num-draft-tokens",
+        "16",
+    ]
+    chain = dialects.resolve("nextn", None, {"nextn": {"steps": 1}})
+    assert (chain["draft_tokens"], chain["tree_depth"], chain["reserved_tokens"]) == (2, 1, 2)
+    assert dialects.resolve("ngram", None)["flags"] == [
+        "--speculative-algorithm",
+        "NGRAM",
+        "--speculative-num-draft-tokens",
+        "12",
+    ]
+
+
+def test_a_row_extends_another():
+    own = {"wide": {"extends": "ddtree/pr-36196", "env": {"OURS": "{budget}"}, "block_size": 8, "source": "our branch"}}
+    facts = dialects.resolve("wide", 15, own)
+    assert (facts["label"], facts["dialect"], facts["tree_depth"]) == ("wide-b15", "ddtree/pr-36196", 7)
+    assert facts["env"] == {"OURS": "15", "SGLANG_DFLASH_MAX_NUM_NODES": "15"}
+    assert facts["flags"][-2:] == ["--speculative-dflash-tree-width", "4"]
+    assert (facts["requires"], facts["source"]) == ("branch", "our branch")
+    twice = dialects.resolve("wider", 3, {**own, "wider": {"extends": "wide", "env": {"OURS": "2"}}})
+    assert twice["env"] == {"OURS": "2", "SGLANG_DFLASH_MAX_NUM_NODES": "3"}
+
+
+def test_an_engine_names_its_dialects():
+    engine, engines = {"kind": "sglang"}, {"tree": {"dialects": {"ddtree": "pr-31069"}}}
+    general = {"ddtree": "pr-36196", "dflash": {"block_size": 8}}
+    plain = dialects.for_profile({"method": "ddtree"}, general, engine, engines)
+    assert dialects.resolve("ddtree", 15, plain)["dialect"] == "pr-36196"
+    own = dialects.for_profile({"method": "ddtree", "engine": "tree"}, general, engine, engines)
+    assert dialects.resolve("ddtree", 15, own)["dialect"] == "pr-31069"
+    assert dialects.resolve("dflash", None, own)["block_size"] == 8
+    with pytest.raises(
+        dialects.DialectError, match=r"engine 'tre' is not in sglang_server_engines \(did you mean tree"
+    ):
+        dialects.for_profile({"engine": "tre"}, general, engine, engines)
+
+
+@pytest.mark.parametrize(
+    ("method", "budget", "version", "words"),
+    [
+        (
+            "ddtree",
+            15,
+            "0.5.23",
+            "is in no release of SGLang, and the engine is sglang 0.5.23; install sgl-project/sglang",
+        ),
+        ("ddtree", 15, None, None),
+        ("dflash", None, "0.5.10.post1", "needs sglang >=0.5.11, and the engine is 0.5.10.post1"),
+        ("dflash", None, "0.5.11", None),
+        ("eagle3", None, "0.5.9", None),
+        ("autoregressive", None, "0.4.0", None),
+    ],
+)
+def test_a_release_that_cannot_run_a_method_is_told(method, budget, version, words):
+    line = dialects.unmet(dialects.resolve(method, budget), version)
+    assert line is None if words is None else words in line
+
+
 def test_the_table_itself_is_never_changed():
     before = repr(dialects.TABLE)
     dialects.resolve("dflash", None, {"dflash": {"block_size": 8, "flags": ["--x"]}})
@@ -89,7 +161,16 @@ def test_the_table_itself_is_never_changed():
 @pytest.mark.parametrize(
     ("method", "budget", "overrides", "words"),
     [
-        ("medusa", None, None, "method 'medusa' is not known; expected one of autoregressive, ddtree, dflash, nextn"),
+        (
+            "medusa",
+            None,
+            None,
+            "method 'medusa' is not known; expected one of autoregressive, ddtree, dflash, eagle, eagle3, nextn, "
+            "ngram, standalone, or a row for it in sglang_server_dialects",
+        ),
+        ("dflsh", None, None, "method 'dflsh' is not known (did you mean dflash?); expected one of"),
+        ("Eagle-3", None, None, "(did you mean eagle3 or eagle?)"),
+        ("ours2", None, {"mine": {"aliases": ["ours"], "flags": []}}, "(did you mean ours?)"),
         ("ddtree", None, None, "needs a budget"),
         ("ddtree", 0, None, "expected a whole number of nodes"),
         ("ddtree", "15", None, "expected a whole number of nodes"),
@@ -101,6 +182,12 @@ def test_the_table_itself_is_never_changed():
         ("dflash", None, {"dflash": {"draft_tokens": "2*budget"}}, "expected a number, budget"),
         ("dflash", None, {"dflash": {"flags": ["{budget}"]}}, "which is not set"),
         ("dflash", None, ["dflash"], "expected a mapping of method to dialect"),
+        ("ddtree", 15, {"ddtree": "pr-36195"}, "has no dialect 'pr-36195' (did you mean pr-36196?)"),
+        ("a", None, {"a": {"extends": "b"}, "b": {"extends": "a"}}, "leads back to it"),
+        ("a", None, {"a": {"extends": "dflsh"}}, "extends dflsh: method 'dflsh' is not known (did you mean dflash?)"),
+        ("a", None, {"a": {"extends": "dflash", "dialect": "sglang"}}, "both extends and dialect"),
+        ("dflash", None, {"dflash": {"requires": "newest"}}, "expected releases such as >=0.5.11"),
+        ("x", None, {"x": {"flags": "--x"}}, "expected a list of arguments"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(method, budget, overrides, words):
