@@ -7,12 +7,14 @@ two things measured one after the other here and now. Exit code 1 where a limit 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,14 +49,9 @@ def show(rows: list[dict[str, object]], name: str, seconds: list[float] | None, 
 
 def one_request(rows: list[dict[str, object]], repeat: int) -> None:
     """A load run of one request against the simulated engine, as a whole process."""
-    from specrig.ops.lab.model import build_tokenizer
     from specrig.sim.testing import running_sim
 
-    with tempfile.TemporaryDirectory() as scratch:
-        tokenizer = ROOT / ".cache" / "tests" / "tokenizer"
-        if not (tokenizer / "tokenizer_config.json").is_file():
-            tokenizer = Path(scratch) / "tokenizer"
-            build_tokenizer(tokenizer)
+    with tempfile.TemporaryDirectory() as scratch, tokenizer_folder() as tokenizer:
         sweep = Path(scratch) / "one.yml"
         sweep.write_text(
             "name: one\nmodel: Qwen3.6-27B\napi: sglang\nbaseline: autoregressive\nlaunches: 1\n"
@@ -75,6 +72,47 @@ def one_request(rows: list[dict[str, object]], repeat: int) -> None:
     show(rows, "specrig load, one request, whole process", seconds, 1.0)
 
 
+PROMPTS = """
+import sys, time
+from specrig.tokens.prompts import PromptFactory
+from specrig.tokens.tokenizer import load
+tokenizer = load(sys.argv[1])
+kind, count, tokens = sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+begun = time.perf_counter()
+made = PromptFactory(tokenizer, kind, tokens, cache="unique").sessions(count)
+print(time.perf_counter() - begun)
+assert {prompt.tokens for session in made for prompt in session} == {tokens}
+"""
+
+
+def prompts(rows: list[dict[str, object]], repeat: int) -> None:
+    """Exact prompts, each in a fresh process: nothing is left from the run before; loading the tokenizer not counted."""
+    with tokenizer_folder() as tokenizer:
+        for kind, count, tokens, limit in (("questions", 1000, 4096, 5.0), ("prose", 1, 250_000, 2.0)):
+            command = [sys.executable, "-c", PROMPTS, str(tokenizer), kind, str(count), str(tokens)]
+            seconds = []
+            for _ in range(repeat):
+                done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+                if done.returncode:
+                    raise SystemExit(f"bench: prompts cannot be made: {done.stderr.strip()[-400:]}")
+                seconds.append(float(done.stdout))
+            show(rows, f"{count:,} prompts of {tokens:,} tokens, exact", seconds, limit)
+
+
+@contextlib.contextmanager
+def tokenizer_folder() -> Iterator[Path]:
+    """The real Qwen tokenizer: the one that the tests keep, else a fresh one."""
+    from specrig.ops.lab.model import build_tokenizer
+
+    kept = ROOT / ".cache" / "tests" / "tokenizer"
+    if (kept / "tokenizer_config.json").is_file():
+        yield kept
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        build_tokenizer(Path(scratch))
+        yield Path(scratch)
+
+
 def recovery(rows: list[dict[str, object]], repeat: int) -> None:
     """An unchanged recovery of the lab, where one is up and provisioned."""
     state = subprocess.run([*SPECRIG, "lab", "status", "--json"], capture_output=True, text=True, check=False)
@@ -93,6 +131,7 @@ def main() -> int:
     rows: list[dict[str, object]] = []
     show(rows, "specrig --help", timed([*SPECRIG, "--help"], arguments.repeat), 0.3)
     one_request(rows, arguments.repeat)
+    prompts(rows, min(arguments.repeat, 3))
     recovery(rows, min(arguments.repeat, 3))
     print("\nthe stream client against httpx, in one run:")
     client = subprocess.run([sys.executable, "bench/load_client.py"], cwd=ROOT, check=False)

@@ -46,6 +46,14 @@ def test_exact_to_the_token(tokenizer: Tokenizer, data: st.DataObject) -> None:
     exact(tokenizer, factory.build(data.draw(st.integers(0, 2_000))), tokens, thinking)
 
 
+@pytest.mark.parametrize(("kind", "turns"), [("questions", None), ("agentic", 3)])
+def test_many_at_once_are_the_same_as_one_by_one(tokenizer: Tokenizer, kind: str, turns: int | None) -> None:
+    many = PromptFactory(tokenizer, kind, 700, cache="unique", turns=turns).sessions(40)
+    one = PromptFactory(tokenizer, kind, 700, cache="unique", turns=turns)
+    assert many == [one.session(index) for index in range(40)]
+    assert len(many[0]) == (turns or 1)
+
+
 @pytest.mark.parametrize("kind", ["prose", "code", "repeat"])
 def test_very_short_ones(tokenizer: Tokenizer, kind: str) -> None:
     for tokens in range(14, 64, 3):

@@ -234,9 +234,7 @@ def _prompts(cell: Cell, context: Context, trace: Sequence[Row]) -> list[list[Pr
         }
         return [[sized[row.prompt_tokens].build(index)] for index, row in enumerate(trace)]
     factory = for_cell(context.tokenizer, cell, context.base)
-    if cell.turns:
-        return [factory.session(index) for index in range(cell.requests)]
-    return [[factory.build(index)] for index in range(cell.requests)]
+    return factory.sessions(cell.requests)
 
 
 def _numbered(cell: Cell, prompts: Sequence[Sequence[Prompt]]) -> list[list[tuple[int, Prompt]]]:

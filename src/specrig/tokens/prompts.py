@@ -6,10 +6,12 @@ encoded again, has exactly the tokens asked for. Ids (native API) and messages (
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import hashlib
 import itertools
 import json
+import os
 import random
 from bisect import bisect_left
 from collections.abc import Callable
@@ -259,6 +261,17 @@ class PromptFactory:
         """Return the prompts of agentic session `index`, one a turn; of other kinds the one prompt."""
         return [self.build(index * self.turns + turn) for turn in range(self.turns)]
 
+    def sessions(self, count: int) -> list[list[Prompt]]:
+        """Return the first `count` sessions, by as many threads as there are processors; the same as one by one.
+
+        Nearly all the time goes into encoding, during which the interpreter is free.
+        """
+        threads = min(len(os.sched_getaffinity(0)), count // 8)
+        if threads < 2:
+            return [self.session(index) for index in range(count)]
+        with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+            return list(pool.map(self.session, range(count)))
+
     # kinds
 
     def _passage(self, index: int) -> Prompt:
@@ -426,10 +439,7 @@ class PromptFactory:
             index = 0
         width = max(target * 5, 400)
         slots = max(source.chars // width, 1)
-        rng = random.Random(f"specrig/place/{self.kind}/{self.seed}")
-        base = rng.randrange(source.chars)
-        order = list(range(slots))
-        rng.shuffle(order)
+        base, order = _slots(f"specrig/place/{self.kind}/{self.seed}", source.chars, slots)
         around, slot = divmod(index, slots)
         return source.opening((base + order[slot] * width + around * 7919) % source.chars)
 
@@ -514,18 +524,29 @@ class PromptFactory:
         )
 
 
+@functools.lru_cache(maxsize=64)
+def _slots(seed: str, chars: int, slots: int) -> tuple[int, tuple[int, ...]]:
+    """Where the first slot of a source begins, and the order in which they are taken."""
+    rng = random.Random(seed)
+    base = rng.randrange(chars)
+    order = list(range(slots))
+    rng.shuffle(order)
+    return base, tuple(order)
+
+
 _SOURCES: dict[tuple[str, str, str], _Source] = {}
 
 
 def _source(tokenizer: Tokenizer, kind: str, phrase: str) -> _Source:
     """Return the source of a kind for a tokenizer; kept, as finding token ends is what costs."""
     key = (f"{tokenizer.revision}/{id(tokenizer)}", kind, phrase)
-    if key not in _SOURCES:
+    found = _SOURCES.get(key)
+    if found is None:
         if len(_SOURCES) > 16:
             _SOURCES.clear()
         if kind in ("prose", "code"):
             text = corpus.corpus(kind)
-            _SOURCES[key] = _Source(tokenizer, text.chars, text.text)
+            found = _Source(tokenizer, text.chars, text.text)
         else:
             own = phrase if kind == "repeat" else _PAD
             own = own if own[-1].isspace() else f"{own} "
@@ -536,8 +557,9 @@ def _source(tokenizer: Tokenizer, kind: str, phrase: str) -> _Source:
                     itertools.islice(itertools.cycle(tiled), start % len(tiled), start % len(tiled) + end - start)
                 )
 
-            _SOURCES[key] = _Source(tokenizer, len(tiled), read)
-    return _SOURCES[key]
+            found = _Source(tokenizer, len(tiled), read)
+        _SOURCES[key] = found
+    return found
 
 
 def for_cell(tokenizer: Tokenizer, cell: Cell, base: Path | None = None, *, tokens: int | None = None) -> PromptFactory:
