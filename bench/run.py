@@ -86,7 +86,7 @@ assert {prompt.tokens for session in made for prompt in session} == {tokens}
 
 
 def prompts(rows: list[dict[str, object]], repeat: int) -> None:
-    """Exact prompts, each in a fresh process: nothing is left from the run before; loading the tokenizer not counted."""
+    """Exact prompts, each time in a fresh process, after the tokenizer was loaded."""
     with tokenizer_folder() as tokenizer:
         for kind, count, tokens, limit in (("questions", 1000, 4096, 5.0), ("prose", 1, 250_000, 2.0)):
             command = [sys.executable, "-c", PROMPTS, str(tokenizer), kind, str(count), str(tokens)]
