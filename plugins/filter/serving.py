@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from ansible.errors import AnsibleFilterError
 
+from ..module_utils import engines as engine_table
 from ..module_utils import modelfiles, placement, serving
 
 
@@ -48,6 +49,23 @@ def model_paths(names, profiles, root):
     return serving.model_paths(list(names), dict(profiles), root, modelfiles.MARKER_NAME)
 
 
+def engines(engine, engines, look, package=None, installed=None):
+    """The engines as the units need them; see ``engines.resolve``."""
+    try:
+        return engine_table.resolve(dict(engine), dict(engines or {}), look or {}, package, installed)
+    except engine_table.EngineError as error:
+        raise AnsibleFilterError(str(error)) from error
+
+
+def engine_venvs(engine, engines):
+    """The virtual environments of all engines that the role installs."""
+    try:
+        table = engine_table.table(dict(engine), dict(engines or {}))
+    except engine_table.EngineError as error:
+        raise AnsibleFilterError(str(error)) from error
+    return sorted({row["install"]["venv"] for row in table.values() if row["install"]})
+
+
 class FilterModule:
     def filters(self):
         return {
@@ -55,5 +73,7 @@ class FilterModule:
             "smoke_cases": smoke_cases,
             "placement_rows": placement_rows,
             "device_paths": device_paths,
+            "engines": engines,
+            "engine_venvs": engine_venvs,
             "model_paths": model_paths,
         }

@@ -375,6 +375,20 @@ def wheel_fits(name, python, machine):
     return ours and any(part == "any" or part.endswith("_" + machine) for part in platform.split("."))
 
 
+def main_package(install, packages):
+    """The installed distribution that an installation is about: sglang, else the first that it names; or None."""
+    if "sglang" in packages:
+        return "sglang"
+    for step in install["steps"]:
+        for row in step["requirements"]:
+            text = row["text"] if row["path"] is None else row["path"].rstrip("/").rsplit("/", 1)[-1]
+            match = re.match(r"[A-Za-z0-9._]+([-_][A-Za-z][A-Za-z0-9._]*)*", text)
+            name = _normal(re.sub(r"\.(git|whl|zip)$", "", match.group(0))) if match else ""
+            if name in packages:
+                return name
+    return None
+
+
 def cache(name, engine_id):
     """``(folders below /var/cache, environment)`` by which an engine's compiled kernels outlive a restart.
 
@@ -398,18 +412,20 @@ def resolve(engine, engines, look, package=None, installed=None):
         installed: name to ``{id, real}`` of what was installed since the look.
 
     Returns:
-        Name to ``{kind, command, env, extra_args, time_scale, dialects, id, missing, cache, packages}``; ``missing`` is
-        a line where the engine is not installed, ``cache`` its folders and environment or None.
+        Name to ``{kind, command, env, extra_args, time_scale, dialects, id, missing, cache, packages, version}``;
+        ``missing`` is a line where the engine is not installed, ``cache`` its folders and environment or None,
+        ``version`` that of what the installation is about, as it was found installed.
     """
     found = {}
     for name, row in table(engine, engines).items():
-        ready = dict(row, name=name, id=None, missing=None, cache=None, packages={})
+        ready = dict(row, name=name, id=None, missing=None, cache=None, packages={}, version=None)
         install = row["install"]
         if install:
             about = (installed or {}).get(name) or _seen(look, install["venv"])
             if about:
                 ready["id"] = about["id"]
                 ready["packages"] = about.get("packages") or {}
+                ready["version"] = ready["packages"].get(main_package(install, ready["packages"]))
                 _place(ready, install["venv"], about["real"])
             else:
                 ready["missing"] = "engine {0} is not installed in {1}: run provision.yml".format(name, install["venv"])

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 
-from . import cpulist, dialects
+from . import cpulist, dialects, engines
 
 UNIT_PREFIX = "specrig-sglang@"
 TEMPLATE_NAME = UNIT_PREFIX + ".service"
@@ -265,6 +265,9 @@ def render_dropin(plan, unit=None):
         gap = "" if index == 0 else " \\\n    " if word.startswith("--") else " "
         text += gap + quote_exec(word)
     lines.append(text)
+    if plan.get("cache_folders"):
+        # Kernels that were compiled outlive a restart, and each version of the engine has its own.
+        lines.append("CacheDirectory=" + " ".join(plan["cache_folders"]))
     if plan.get("cpus"):
         lines.append("CPUAffinity=" + plan["cpus"].replace(",", " "))
     if plan.get("memory_policy") is True and plan.get("memory_nodes"):
@@ -318,6 +321,21 @@ def render_secrets(secrets):
 # ---- the plan --------------------------------------------------------------------------------------------------
 
 
+def _engine_of(name, profile, settings):
+    """The engine that runs a profile; raises ServingError where there is none."""
+    known = settings.get("engines") or {engines.DEFAULT: dict(settings["engine"], id=settings.get("engine_id"))}
+    try:
+        return engines.of(name, profile, known)
+    except engines.EngineError as error:
+        raise ServingError(str(error)) from None
+
+
+def dialects_of(profile, settings):
+    """The overrides of the table of methods that hold for a profile: the inventory's, and over them its engine's."""
+    engine = (settings.get("engines") or {}).get(profile.get("engine") or engines.DEFAULT) or {}
+    return dict(settings.get("dialects") or {}, **(engine.get("dialects") or {}))
+
+
 def plan_unit(name, profile, placed, settings):
     """The unit of one profile.
 
@@ -325,26 +343,28 @@ def plan_unit(name, profile, placed, settings):
         name: the profile's name.
         profile: its row of ``sglang_server_profiles``.
         placed: its row of the placement plan.
-        settings: ``engine`` (``sglang_server_engine``), ``dialects`` (overrides), ``model_root`` (folder of the models
-            in the guest), ``listen`` (address), ``start_timeout_s``, ``engine_id`` (names the installed engine: another
-            one means that the server has to be restarted), ``api_key`` (that the server is to ask for), ``unit``.
+        settings: ``engines`` (what ``engines.resolve`` gives; the id of one names what is installed: another one means
+            that the server has to be restarted), or ``engine`` and ``engine_id`` where there is one only, ``dialects``
+            (overrides), ``model_root`` (folder of the models in the guest), ``listen`` (address), ``start_timeout_s``,
+            ``api_key`` (that the server is to ask for), ``unit``.
     """
-    engine = settings["engine"]
     check_name(name)
+    engine = _engine_of(name, profile, settings)
+    overrides = dialects_of(profile, settings)
     command = [str(word) for word in engine.get("command") or []]
     if not command or not command[0].startswith("/"):
         raise ServingError(
-            "sglang_server_engine.command is {0!r}: expected a list that starts with an absolute path".format(
-                engine.get("command")
+            "{0}.command is {1!r}: expected a list that starts with an absolute path".format(
+                engines.where(profile.get("engine") or engines.DEFAULT), engine.get("command")
             )
         )
     try:
-        method = dialects.resolve(profile["method"], profile.get("budget"), settings.get("dialects"))
+        method = dialects.resolve(profile["method"], profile.get("budget"), overrides)
         argv = command + dialects.command(
             dict(profile, name=name, extra_args=[]),
             "{0}/{1}".format(settings["model_root"].rstrip("/"), profile.get("model")),
             settings.get("listen") or "127.0.0.1",
-            settings.get("dialects"),
+            overrides,
         )
     except dialects.DialectError as error:
         raise ServingError("profile {0}: {1}".format(name, error)) from None
@@ -380,8 +400,10 @@ def plan_unit(name, profile, placed, settings):
         "SPT_NOENV": "1",
         "SPECRIG_PROFILE": name,
     }
-    if settings.get("engine_id"):
-        env["SPECRIG_ENGINE"] = settings["engine_id"]
+    cache = engine.get("cache") or {}
+    env.update(cache.get("env") or {})
+    if engine.get("id"):
+        env["SPECRIG_ENGINE"] = engine["id"]
     if secrets:
         # The command line shows only the file's name; another value has to restart the server all the same.
         env["SPECRIG_SECRETS"] = mask(render_secrets(secrets))
@@ -416,6 +438,14 @@ def plan_unit(name, profile, placed, settings):
         "memory_nodes": list(placed.get("memory_nodes") or []),
         "memory_policy": placed.get("memory_policy"),
         "start_timeout_s": int(profile.get("start_timeout_s") or settings.get("start_timeout_s") or 900),
+        "cache_folders": list(cache.get("folders") or []),
+        "engine": {
+            "name": profile.get("engine") or engines.DEFAULT,
+            "kind": engine.get("kind"),
+            "id": engine.get("id"),
+            "version": engine.get("version"),
+            "packages": engine.get("packages") or {},
+        },
         "simulated": engine.get("kind") == "sim",
         "time_scale": engine.get("time_scale") if engine.get("kind") == "sim" else None,
     }
@@ -782,7 +812,7 @@ def smoke_cases(profiles, names, settings):
     for name in names:
         profile = profiles[name]
         try:
-            method = dialects.resolve(profile["method"], profile.get("budget"), settings.get("dialects"))
+            method = dialects.resolve(profile["method"], profile.get("budget"), dialects_of(profile, settings))
         except dialects.DialectError as error:
             raise ServingError("profile {0}: {1}".format(name, error)) from None
         base = {

@@ -81,10 +81,6 @@ options:
     type: list
     elements: path
     default: []
-  space_bytes:
-    description: How much has to be free.
-    type: int
-    default: 0
   keep:
     description: How many earlier builds are kept beside the current one. One that a process uses is kept in any case.
     type: int
@@ -249,6 +245,7 @@ def size_of(path):
 def look(params):
     path, version, problem = python_problem(params["python"], params["python_min"])
     have, parts = [], {}
+    files = {wheel["name"]: wheel["sha256"] for wheel in params["wheels"]}
     for wheel in params["wheels"]:
         place = stored(params["store"], wheel)
         if size_of(place) == wheel["size"]:
@@ -265,6 +262,7 @@ def look(params):
         "libc": libc_version(),
         "git": shutil.which("git") is not None,
         "free_bytes": free_bytes(params["path"]),
+        "reuse": bool(params["record"]) and reusable(params["path"], params["record"].get("id"), files) is not None,
         "have": have,
         "parts": parts,
         "hashes": {path: content_hash(path) for path in params["paths"]},
@@ -361,12 +359,6 @@ def build(params, folder):
     path, _version, problem = python_problem(params["python"], params["python_min"])
     if problem:
         raise InstallError(problem)
-    free = free_bytes(params["path"])
-    if free < params["space_bytes"]:
-        raise InstallError(
-            "{0} has {1} free, the installation needs about {2}; free some space, or say what it needs by "
-            "install.space_gb".format(existing(params["path"]), gigabytes(free), gigabytes(params["space_bytes"]))
-        )
     os.makedirs(os.path.dirname(folder), mode=0o755, exist_ok=True)
     scratch = tempfile.mkdtemp(prefix="specrig-install-")
     try:
@@ -394,10 +386,6 @@ def build(params, folder):
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def gigabytes(count):
-    return "{0:.1f} GB".format(count / 1e9)
-
-
 def builds(path):
     """The folders built beside a path, the newest first, each with its record's id or None."""
     root = path + ".d"
@@ -415,6 +403,14 @@ def builds(path):
         stamp = os.stat(record).st_mtime_ns if identity else 0
         found.append((stamp, folder, identity))
     return [(folder, identity) for _stamp, folder, identity in sorted(found, reverse=True)]
+
+
+def reusable(path, wanted, files):
+    """A build beside a path that is what is wanted and whole, or None."""
+    for folder, identity in builds(path):
+        if identity == wanted and not engines.why_not(wanted, venvs.look(folder), files):
+            return folder
+    return None
 
 
 def users(folders):
@@ -460,12 +456,7 @@ def install(params):
         raise InstallError(
             "{0} is a folder that specrig did not make; remove it, or name another by install.venv".format(path)
         )
-    target = None
-    files = {wheel["name"]: wheel["sha256"] for wheel in params["wheels"]}
-    for folder, identity in builds(path):
-        if identity == wanted and folder != here["real"] and not engines.why_not(wanted, venvs.look(folder), files):
-            target = folder
-            break
+    target = reusable(path, wanted, {wheel["name"]: wheel["sha256"] for wheel in params["wheels"]})
     reused = target is not None
     if target is None:
         target, number = os.path.join(path + ".d", str(wanted)), 1
@@ -523,7 +514,6 @@ def main():
             "offline": {"type": "bool", "default": False},
             "remove_wheels": {"type": "bool", "default": False},
             "paths": {"type": "list", "elements": "path", "default": []},
-            "space_bytes": {"type": "int", "default": 0},
             "keep": {"type": "int", "default": 1},
             "cache_root": {"type": "path"},
         },

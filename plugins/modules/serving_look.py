@@ -15,7 +15,9 @@ options:
     type: str
     default: specrig
   venvs:
-    description: Virtual environments whose record of what was installed is wanted.
+    description:
+      - Virtual environments whose record of what was installed is wanted. One that is damaged has none, and the damage
+        is told.
     type: list
     elements: path
     default: []
@@ -45,19 +47,22 @@ look:
     user: {uid: 997, gid: 997, home: /var/lib/specrig}
     ensurepip: true
     venvs: {/opt/specrig/venv: {fingerprint: 5c0ffee}}
+    builds:
+      /opt/specrig/venv:
+        {record: {fingerprint: 5c0ffee}, id: null, damaged: null, real: /opt/specrig/venv, packages: {}, wheels: {}}
     units: {tp4: {active: active, sub: running, main_pid: 812, enabled: enabled, result: success, restarts: 0}}
     processes: {tp4: {pid: 812, cmdline: [/opt/specrig/venv/bin/specrig, sim], environ: {}, cpus_allowed: [0, 1]}}
     benchmarks: []
+    orphans: [{pid: 911, title: "sglang::scheduler", profile: tp4, ours: true, why: its unit is inactive}]
 """
 
-import json
 import os
 import pwd
 import subprocess
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ..module_utils import cpulist, serving
+from ..module_utils import cpulist, engineprocs, orphans, serving, venvs
 
 PROPERTIES = (
     "Id,LoadState,ActiveState,SubState,MainPID,UnitFileState,Result,NRestarts,NeedDaemonReload,DropInPaths,"
@@ -95,17 +100,6 @@ def has_ensurepip():
     except ImportError:
         return False
     return True
-
-
-def venv_record(path):
-    text = read(os.path.join(path, "specrig-installed.json"))
-    if text is None or not os.access(os.path.join(path, "bin", "python"), os.X_OK):
-        return None
-    try:
-        record = json.loads(text.decode("utf-8"))
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
 
 
 def known_profiles():
@@ -185,19 +179,25 @@ def main():
         supports_check_mode=True,
     )
     units = units_of(known_profiles())
+    built = {path: venvs.look(path) for path in module.params["venvs"]}
     running = run(["systemctl", "list-units", "--plain", "--no-legend", "--state=running,activating", "specrig-bench*"])
     inherited = manager_variables()
     look = {
         "user": user_of(module.params["user"]),
         "ensurepip": has_ensurepip(),
-        "venvs": {path: venv_record(path) for path in module.params["venvs"]},
+        "venvs": {path: about["record"] for path, about in built.items()},
+        "builds": built,
         "units": units,
         "processes": {
             name: process_of(unit["main_pid"], inherited) for name, unit in units.items() if unit["main_pid"]
         },
         "benchmarks": [line.split()[0] for line in (running or "").splitlines() if line.split()],
     }
-    module.exit_json(changed=False, look=look)
+    look["orphans"] = orphans.find(engineprocs.gather(), units, look["user"])
+    damaged = [
+        "{0} is damaged: {1}".format(path, about["damaged"]) for path, about in built.items() if about["damaged"]
+    ]
+    module.exit_json(changed=False, look=look, specrig={"found": damaged})
 
 
 if __name__ == "__main__":

@@ -49,8 +49,9 @@ options:
     required: true
   settings:
     description:
-      - C(engine), C(dialects), C(model_root), C(listen), C(start_timeout_s), C(engine_id) and C(unit) (user, group,
-        stop_timeout_s, restart, restart_delay_s, restart_limit, config_dir).
+      - C(engines) (as the filter C(engines) resolves them), or C(engine) and C(engine_id) where there is one
+        only, C(dialects), C(model_root), C(listen), C(start_timeout_s) and C(unit) (user, group, stop_timeout_s,
+        restart, restart_delay_s, restart_limit, config_dir).
     type: dict
     required: true
   api_key:
@@ -347,7 +348,8 @@ def main():
     params = module.params
     state = params["state"]
     params["settings"]["api_key"] = params["api_key"]
-    for row in [params["settings"].get("engine") or {}, *params["profiles"].values()]:
+    known = params["settings"].get("engines") or {"default": params["settings"].get("engine") or {}}
+    for row in [*known.values(), *params["profiles"].values()]:
         # A key in extra_args is as secret as one that was given as such.
         with contextlib.suppress(serving.ServingError, TypeError, AttributeError):
             words = [str(word) for word in row.get("extra_args") or []]
