@@ -202,8 +202,7 @@ class Item:
         self.group, self.source, self.path, self.row, self.final = group, source, path, row, final
         self.sha256, self.refuse, self.proofs, self.verify, self.sync = sha256, refuse, proofs, verify, sync
         self.size = row["size"]
-        self.segment_bytes = source.segment_bytes
-        self.count = -(-self.size // self.segment_bytes)
+        self.segment_bytes, self.count = source.segment_bytes, 0
         self.temporary = temporary_of(final)
         self.found, self.copied_bytes, self.hashed = None, 0, 0
         self.copied, self.proven = False, False
@@ -214,6 +213,9 @@ class Item:
         """Open it, and find out what of it is there."""
         os.makedirs(os.path.dirname(self.final), mode=0o755, exist_ok=True)
         self.hashed, self.at, self.awaited, self.resumed = 0, 0, None, False
+        # A source may have learned that its files cannot be read from the middle.
+        self.segment_bytes = self.source.segment_bytes
+        self.count = -(-self.size // self.segment_bytes)
         part = self.proofs.parts.pop(self.path, None) if self.proofs and self.sha256 else None
         done = part["done"] if part and not self.verify and self._same_part(part) else ()
         done = set(range(self.count)) if self.verify else {number for number in done if number < self.count}

@@ -107,14 +107,22 @@ class Model:
         self.have = stagecopy.look(self.target)
         self.kept, self.manifest, self.sums, self.lost = self._read_kept(), {}, {}, False
         rows = self.marker["files"] if self.marker else {}
+        whole = current and all(modelfiles.as_vouched(row, self.have.get(path)) for path, row in rows.items())
+        proven = {path: {"size": row["size"], "version": row["stamp"]} for path, row in rows.items()} if whole else {}
         try:
-            self.files = self.source.list()
+            if whole and self.source.remote:
+                # One look at what it should be, instead of one at each file.
+                self.manifest = self.source.manifest()
+                same = self.manifest == {path: row["sha256"] for path, row in rows.items()}
+                self.files = proven if same else self.source.list()
+            else:
+                self.files = self.source.list()
+                self.manifest = self.source.manifest()
         except modelsource.SourceGone:
-            if not (current and all(modelfiles.as_vouched(rows[path], self.have.get(path)) for path in rows)):
+            if not whole:
                 raise
-            self.files, self.lost = {path: dict(row, mtime_ns=row["stamp"]) for path, row in rows.items()}, True
+            self.files, self.manifest, self.lost = proven, {}, True
         else:
-            self.manifest = self.source.manifest()
             self.sums = modelfiles.expected(self.source.place, self.kept_path, self.files, self.manifest, self.kept)
         vouched = dict(self.proofs.files, **(rows if current else {}))
         self.steps = modelfiles.plan(self.files, self.have, vouched, self.sums)
@@ -465,6 +473,7 @@ def main():
         if todo and not only_look:
             staging = Staging(module.params, said, report)
             staging.run(todo)
+            said["notes"] += [note for model in todo for note in model.source.notes]
             if staging.problems:
                 lines = [
                     reason(problem, module.params["target"]) for _name, problem in sorted(staging.problems.items())
