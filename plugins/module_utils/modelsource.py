@@ -26,7 +26,7 @@ class Source:
     """
 
     segment_bytes = 64 * 1024 * 1024
-    # Whether its list costs requests to another machine: what is proven and kept is then not listed again.
+    # Whether its list costs requests to another machine, so that what is proven is not listed again.
     remote = False
 
     def __init__(self, name, about):
@@ -42,8 +42,11 @@ class Source:
         """
         raise NotImplementedError
 
-    def manifest(self):
-        """{relative path: sha256} as the source itself says, or {} where it says nothing."""
+    def manifest(self, patient=True):
+        """{relative path: sha256} as the source itself says, or {} where it says nothing.
+
+        Without patience one short try is made, for who has what is needed and only wants to know what is new.
+        """
         raise NotImplementedError
 
     def open(self, path, offset, end=None):
@@ -147,7 +150,7 @@ class LocalSource(Source):
             )
         return files
 
-    def manifest(self):
+    def manifest(self, patient=True):  # noqa: ARG002 (a disk answers or does not)
         try:
             with open(self._manifest_path, encoding="utf-8") as handle:
                 return modelfiles.parse_manifest(handle.read())

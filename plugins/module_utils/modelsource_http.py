@@ -27,6 +27,8 @@ from .modelsource import Source, SourceGone
 
 CREDENTIALS_PATH = "/etc/specrig/model-credentials.json"
 TIMEOUT_S = 30.0
+# For a question whose answer can be done without.
+HASTY_TIMEOUT_S = 5.0
 RETRIES = 5
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 15.0
@@ -212,6 +214,10 @@ class Client:
     def __init__(self, name, ca_file=None, credentials=None, timeout_s=TIMEOUT_S):
         self._name, self._ca_file, self.credentials, self.timeout_s = name, ca_file, credentials or {}, timeout_s
         self._idle, self._lock, self._context = {}, threading.Lock(), None
+
+    def hasty(self):
+        """Another one like it, for a question that is not worth a long wait."""
+        return Client(self._name, self._ca_file, self.credentials, min(self.timeout_s, HASTY_TIMEOUT_S))
 
     def keep(self, key, connection):
         with self._lock:
@@ -461,7 +467,6 @@ class HttpSource(Source):
     """
 
     remote = True
-    """Its list costs requests: what is proven and kept is not asked for again."""
 
     def __init__(self, name, about, retries=RETRIES, timeout_s=TIMEOUT_S, first_pause_s=FIRST_PAUSE_S):
         super().__init__(name, about)
@@ -561,7 +566,7 @@ class HttpSource(Source):
             "and correct the source or the server" % self.where(path)
         )
 
-    def _tried(self, path, once):
+    def _tried(self, path, once, retries=None):
         """What ``once`` returns, tried again while that may help.  Raises SourceGone where nothing answers."""
         failures = 0
         while True:
@@ -569,18 +574,24 @@ class HttpSource(Source):
                 return once()
             except Transient as problem:
                 failures += 1
-                if failures > self.retries:
+                if failures > (self.retries if retries is None else retries):
                     raise SourceGone(
-                        "%s: %s, %d times in a row; look after the server %s or the way to it"
-                        % (self.where(path), problem, failures, self.host)
+                        "%s: %s%s; look after the server %s or the way to it"
+                        % (
+                            self.where(path),
+                            problem,
+                            ", %d times in a row" % failures if failures > 1 else "",
+                            self.host,
+                        )
                     ) from None
                 self.rest(failures, problem)
 
-    def _whole(self, path, limit):
+    def _whole(self, path, limit, patient=True):
         """A small file's bytes."""
+        client = self.client if patient else self.client.hasty()
 
         def once():
-            answer = self.client.ask("GET", self.url_of(path))
+            answer = client.ask("GET", self.url_of(path))
             try:
                 self.judge(answer, path)
                 data, view = bytearray(), memoryview(bytearray(FILL_BYTES))
@@ -593,29 +604,39 @@ class HttpSource(Source):
             finally:
                 answer.close()
 
-        data = self._tried(path, once)
+        try:
+            data = self._tried(path, once, None if patient else 0)
+        except ModelError as problem:
+            # Who can do without the answer is not stopped by a wrong one.
+            raise problem if patient else SourceGone(str(problem)) from None
+        finally:
+            if client is not self.client:
+                client.close()
         if _PAGE.match(data):
             self._refuse_page(path)
         if len(data) > limit:
             raise ModelError("%s has more than %d bytes; that is no manifest" % (self.where(path), limit))
         return data
 
-    def manifest(self):
+    def _near(self):
+        """The text of the manifest on this machine's disk."""
+        try:
+            with open(self._manifest_path, encoding="utf-8") as handle:
+                return handle.read()
+        except UnicodeDecodeError:
+            raise ModelError("%s is no text; make it with sha256sum" % self._manifest_path) from None
+        except OSError as problem:
+            raise ModelError(
+                "the manifest %s of model %s cannot be read (%s)" % (self._manifest_path, self.name, problem.strerror)
+            ) from None
+
+    def manifest(self, patient=True):
         if self._manifest is None:
             if self._manifest_path:
-                try:
-                    with open(self._manifest_path, encoding="utf-8") as handle:
-                        text = handle.read()
-                except UnicodeDecodeError:
-                    raise ModelError("%s is no text; make it with sha256sum" % self._manifest_path) from None
-                except OSError as problem:
-                    raise ModelError(
-                        "the manifest %s of model %s cannot be read (%s)"
-                        % (self._manifest_path, self.name, problem.strerror)
-                    ) from None
+                text = self._near()
             else:
                 try:
-                    text = self._whole(modelfiles.MANIFEST_NAME, MANIFEST_LIMIT_BYTES).decode("utf-8")
+                    text = self._whole(modelfiles.MANIFEST_NAME, MANIFEST_LIMIT_BYTES, patient).decode("utf-8")
                 except UnicodeDecodeError:
                     raise ModelError(
                         "%s is no text; make it with sha256sum" % self.where(modelfiles.MANIFEST_NAME)
