@@ -174,6 +174,19 @@ def folder_line(source: str, target: str, read_only: bool = True) -> Pair:
     return MOUNT, "%s %s none %s 0 0" % (source.rstrip("/"), target.strip("/"), options)
 
 
+def tmpfs_line(target: str, size: str) -> Pair:
+    """Return the (key, value) pair that gives a guest a tmpfs of its own, such as a larger /dev/shm.
+
+    Raises:
+        ValueError: for a path or a size that is none.
+    """
+    if not re.match(r"^/[^\s,]+$", target):
+        raise ValueError("tmpfs at %r; expected an absolute path without blanks and commas" % target)
+    if not re.match(r"^[1-9]\d*(?:%|[kKmMgGtT])?$", size):
+        raise ValueError("tmpfs of size %r; expected one such as 64G" % size)
+    return MOUNT, "tmpfs %s tmpfs rw,nosuid,nodev,size=%s,create=dir 0 0" % (target.strip("/"), size)
+
+
 def _is_stale(
     found: dict[str, Any] | None, majors: dict[str, int | None] | None, names: dict[int, list[str]] | None
 ) -> bool | None:

@@ -40,6 +40,13 @@ options:
     type: list
     elements: dict
     default: []
+  tmpfs:
+    description:
+      - File systems in memory that the guest gets at its next start, each with target and size; C(/dev/shm) for one,
+        which otherwise has half of the host's memory.
+    type: list
+    elements: dict
+    default: []
   dev:
     description:
       - Whether Proxmox VE gets devN lines. V(auto) asks C(pveversion); where that says nothing, what the guest has from
@@ -270,6 +277,11 @@ def wanted_folders(module):
             lines.append(guestconf.folder_line(str(folder["source"]), str(folder["target"]), read_only))
         except (KeyError, ValueError, TypeError) as error:
             module.fail_json(msg="folder %r: %s; expected source and target, absolute paths" % (folder, error))
+    for row in module.params["tmpfs"]:
+        try:
+            lines.append(guestconf.tmpfs_line(str(row["target"]), str(row["size"])))
+        except (KeyError, ValueError, TypeError) as error:
+            module.fail_json(msg="%s; a tmpfs of a guest has target and size" % error)
     return lines
 
 
@@ -394,6 +406,7 @@ def main():
             "path": {"type": "path"},
             "nodes": {"type": "list", "elements": "dict", "default": []},
             "folders": {"type": "list", "elements": "dict", "default": []},
+            "tmpfs": {"type": "list", "elements": "dict", "default": []},
             "dev": {"type": "raw", "default": "auto"},
             "dev_mode": {"type": "str", "default": "0666"},
             "majors": {"type": "dict"},

@@ -69,36 +69,26 @@ def log(host) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def mount(size: str) -> dict[str, Any]:
-    return {"mount_point": "/srv/specrig/ram", "mount_content": f"[Mount]\nWhat=tmpfs\nOptions=size={size},mode=0755"}
-
-
-def test_a_mount_is_written_enabled_and_started_once(host):
-    check = host(check=True, **mount("1G"))
+def test_files_are_written_and_units_enabled_and_started_once(host):
+    parameters = {
+        "files": {str(host.units / "a.service"): "[Unit]"},
+        "enabled": ["a.service"],
+        "started": ["a.service"],
+    }
+    check = host(check=True, **parameters)
     assert check["changed"] is True
     assert list(host.units.iterdir()) == []
     assert log(host) == []
 
-    done = host(**mount("1G"))
-    unit = "srv-specrig-ram.mount"
-    assert done["mount_unit"] == unit
-    assert (host.units / unit).read_text() == "[Mount]\nWhat=tmpfs\nOptions=size=1G,mode=0755\n"
-    assert log(host) == ["daemon-reload ", f"enable {unit}", f"start {unit}"]
-    assert "/srv/specrig/ram is not mounted on the host" in done["specrig"]["found"]
+    done = host(**parameters)
+    assert (host.units / "a.service").read_text() == "[Unit]\n"
+    assert done["written"] == [str(host.units / "a.service")]
+    assert log(host) == ["daemon-reload ", "enable a.service", "start a.service"]
     assert [row["after"] for row in done["diff"]] == [row["after"] for row in check["diff"]]
 
-    again = host(**mount("1G"))
+    again = host(**parameters)
     assert again["changed"] is False
     assert len(log(host)) == 3
-
-
-def test_a_mounted_store_is_resized_in_place(host):
-    host(**mount("1G"))
-    (host.state / "log").unlink()
-    done = host(**mount("2G"))
-    assert done["changed"] is True
-    # Nothing is stopped: what lies on the tmpfs stays.
-    assert log(host) == ["daemon-reload ", "mount -o remount,size=2G,mode=0755 /srv/specrig/ram"]
 
 
 def test_a_script_becomes_executable_and_a_lost_mode_is_healed(host, tmp_path):
@@ -118,16 +108,10 @@ def test_a_script_becomes_executable_and_a_lost_mode_is_healed(host, tmp_path):
 
 def test_a_unit_that_does_not_start_is_one_line(host):
     (host.state / "broken").write_text("")
-    done = host(**mount("1G"))
+    done = host(files={str(host.units / "a.service"): "[Unit]"}, started=["a.service"])
     assert done["failed"] is True
-    assert "systemctl start srv-specrig-ram.mount failed: Job for srv-specrig-ram.mount failed." in done["msg"]
+    assert "systemctl start a.service failed: Job for a.service failed." in done["msg"]
     assert "\n" not in done["msg"]
-
-
-def test_a_relative_mount_point_is_refused(host):
-    done = host(mount_point="srv/ram", mount_content="[Mount]")
-    assert done["failed"] is True
-    assert "is no absolute path" in done["msg"]
 
 
 def test_a_full_disk_is_one_line_with_the_path_and_leaves_nothing(host, monkeypatch):
