@@ -14,7 +14,7 @@ from pathlib import Path
 
 from specrig.errors import SpecrigError
 from specrig.ops.lab import network
-from specrig.ops.lab.rootfs import pip_cache
+from specrig.ops.lab.rootfs import pip_cache, wheels_cache
 from specrig.ops.lab.state import GUEST, LabState
 
 _CGROUP_VIEW = """\
@@ -80,6 +80,7 @@ lxc.mount.auto = cgroup:rw:force proc:mixed sys:rw
 lxc.cgroup2.devices.allow = a
 lxc.mount.entry = {state.directory}/guest/rootfs var/lib/lxc/{GUEST}/rootfs none bind,create=dir 0 0
 lxc.mount.entry = {pip_cache()} var/cache/specrig-lab/pip none bind,create=dir 0 0
+lxc.mount.entry = {wheels_cache()} {str(wheels_cache()).lstrip("/")} none bind,ro,create=dir 0 0
 lxc.net.0.type = veth
 lxc.net.0.link = {state.bridge}
 lxc.net.0.flags = up

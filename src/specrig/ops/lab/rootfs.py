@@ -189,6 +189,13 @@ def pip_cache() -> Path:
     return folder
 
 
+def wheels_cache() -> Path:
+    """The folder of wheels that the hosts of all labs see, read-only and at the same path, as on a shared disk."""
+    folder = CACHE_ROOT / "wheels"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 def pip_settings() -> str:
     """A pip.conf for inside: the index and certificate settings of this machine that make sense there."""
     parser = configparser.RawConfigParser()
