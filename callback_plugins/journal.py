@@ -238,8 +238,9 @@ class CallbackModule(CallbackBase):
             task = one_line(result.task_name, 200)
             parts = [] if hidden else [data, *(row for row in data.get("results") or [] if isinstance(row, dict))]
             told = self._collect(parts, host)
+            where = (data.get("_ansible_delegated_vars") or {}).get("ansible_delegated_host") or host
             for part in parts:
-                self._note_beside(part, host)
+                self._note_beside(part, where)
             if outcome == "ok":
                 return
             message = None if hidden else self._message(parts, outcome)
@@ -318,8 +319,8 @@ class CallbackModule(CallbackBase):
             if path:
                 self._write("path", "ok", **path)
             self._end(outcome, seconds=seconds, changed=totals.get("changed", 0), hosts=hosts, found=found)
-            # A benchmark starts servers by the dozen: its journal has the path, its screen the cells.
-            if self._collected["cells"]:
+            # A benchmark starts servers by the dozen, and a failure has its own lines: the journal has their paths.
+            if self._collected["cells"] or outcome == "failed":
                 path_lines = []
             lines = self._summary(outcome, seconds, totals.get("changed", 0), path_lines)
             for line in lines:
@@ -374,7 +375,9 @@ class CallbackModule(CallbackBase):
         if self._interrupted:
             raise KeyboardInterrupt
         with self._never_break_a_play():
-            self._line.append({"name": part_of(task), "start": time.monotonic()})
+            self._line.append(
+                {"name": part_of(task), "task": one_line(task.get_name(), 200), "start": time.monotonic()}
+            )
 
     # the critical path
 
@@ -407,7 +410,7 @@ class CallbackModule(CallbackBase):
         if not self._beside or not self._line:
             return [], None
         now = time.monotonic()
-        line = [{"name": "start", "start": self._started, "end": self._line[0]["start"]}]
+        line = [{"name": "start", "task": None, "start": self._started, "end": self._line[0]["start"]}]
         ends = [task["start"] for task in self._line[1:]] + [now]
         line += [{**task, "end": end} for task, end in zip(self._line, ends, strict=True)]
         rows = [{**row, "task": row["task"] + 1} for row in self._beside]

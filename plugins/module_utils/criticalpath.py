@@ -218,6 +218,7 @@ def told(line, rows, wall):
         "tasks": [
             {
                 "name": task["name"],
+                "task": task.get("task"),
                 "start_s": round(task["start"] - begin, 3),
                 "seconds": round(task["end"] - task["start"], 3),
             }

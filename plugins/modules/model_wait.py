@@ -150,6 +150,15 @@ def far(progress):
     return " at " + stageprogress.amount_text(progress["bytes_done"], progress["bytes_total"])
 
 
+def of_job(about, row, result):
+    """Whether a progress file belongs to a job that has ended, and not to one before it."""
+    if about is None:
+        return False
+    if about["state"] == "done":
+        return "seconds" in row and bool(row.get("complete"))
+    return bool(result.get("failed")) and (about["message"] or "") in str(result.get("msg"))
+
+
 class Staging:
     """What is known of one job's models at a time."""
 
@@ -167,15 +176,17 @@ class Staging:
         progress = {}
         for name in params["models"]:
             record = read_json(os.path.join(params["folder"], name + ".json"))
-            mine = result is None or "seconds" in (rows.get(name) or {}) or result.get("failed")
-            progress[name] = stageprogress.parse(record, begun) if mine else None
+            progress[name] = stageprogress.parse(record, begun)
+            if result is not None and not of_job(progress[name], rows.get(name) or {}, result):
+                progress[name] = None
         staged = [name for name in params["models"] if name in params["have"]]
         lost = {}
         for name in params["models"]:
             about = progress[name]
             if name in staged:
                 continue
-            if (about and about["state"] == "done") or (result is not None and not result.get("failed")):
+            whole = result is not None and (not result.get("failed") or (rows.get(name) or {}).get("complete"))
+            if whole or (about and about["state"] == "done"):
                 staged.append(name)
             elif about and about["state"] == "failed":
                 lost[name] = stageprogress.text(about).partition(": ")[2]

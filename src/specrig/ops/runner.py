@@ -8,6 +8,7 @@ an orderly end of the play.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import sysconfig
@@ -18,9 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 from specrig.errors import UsageError
+from specrig.facts import stageprogress
 from specrig.ops.bundle import checkout
 
 _GRACE_S = 20.0
@@ -96,6 +98,8 @@ def environment() -> dict[str, str]:
         "ANSIBLE_HOST_PATTERN_MISMATCH": "warning",
         "ANSIBLE_INVENTORY_UNPARSED_FAILED": "False",
         "ANSIBLE_FORCE_COLOR" if colour else "ANSIBLE_NOCOLOR": "1",
+        # A line that writes over the one before may come more often.
+        "SPECRIG_REDRAW": "1" if sys.stdout.isatty() else "0",
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
     }
     return {**settings, **{name: os.environ[name] for name in ("ANSIBLE_CONFIG",) if name in os.environ}}
@@ -140,9 +144,12 @@ def run_playbook(
     result = PlayResult()
     nobody: list[bool] = []
     started = time.monotonic()
+    screen = None if quiet else Screen(sys.stdout)
 
     def handle(event: dict[str, Any]) -> bool:
         _collect(event, result)
+        if screen is not None:
+            screen.show(event)
         if event.get("event") == "playbook_on_stats":
             nobody.append(not (event.get("event_data") or {}).get("processed"))
         if on_event is not None:
@@ -158,12 +165,14 @@ def run_playbook(
             extravars=dict(extra or {}),
             cmdline=_quote(arguments),
             envvars=environment(),
-            quiet=quiet,
+            quiet=True,
             event_handler=handle,
             cancel_callback=interrupts.overdue,
             settings={"suppress_env_files": False, "pexpect_timeout": 1},
         )
         result.interrupted = interrupts.count > 0
+    if screen is not None:
+        screen.end()
     if any(nobody) and not result.failures and not result.interrupted:
         # Ansible calls a play without hosts a success; a recovery of nothing is none.
         raise UsageError(
@@ -175,6 +184,45 @@ def run_playbook(
         result.interrupted = False
     result.seconds = time.monotonic() - started
     return result
+
+
+class Screen:
+    """Shows what ansible-playbook prints, as it prints it, with plain line ends.
+
+    On a terminal a line of progress writes over the one before, as long as nothing else comes.
+    """
+
+    def __init__(self, out: TextIO, redraw: bool | None = None, columns: int | None = None) -> None:
+        self._out = out
+        self._redraw = out.isatty() if redraw is None else redraw
+        self._columns = columns
+        self._open = False
+
+    def show(self, event: Mapping[str, Any]) -> None:
+        """Print one of ansible-runner's events; some print nothing, some several lines."""
+        text = event.get("stdout")
+        if text is None or not (text or event.get("event") == "verbose"):
+            return
+        for line in str(text).replace("\r\n", "\n").split("\n"):
+            self._line(line.rstrip("\r"))
+        self._out.flush()
+
+    def end(self) -> None:
+        """Leave the terminal at the start of a line."""
+        if self._open:
+            self._open = False
+            self._out.write("\n")
+            self._out.flush()
+
+    def _line(self, line: str) -> None:
+        if self._redraw and stageprogress.LINE.match(line):
+            # One that the terminal breaks into two could not be written over.
+            width = (self._columns or shutil.get_terminal_size().columns) - 1
+            self._out.write("\r\x1b[K" + (line if len(line) <= width else line[: width - 1] + "…"))
+            self._open = True
+            return
+        self._out.write(("\r\x1b[K" if self._open else "") + line + "\n")
+        self._open = False
 
 
 def _quote(arguments: Sequence[str]) -> str:
