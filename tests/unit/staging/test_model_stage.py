@@ -3,96 +3,21 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
-import importlib
 import json
 import os
 import re
 import signal
-import struct
 import subprocess
-import sys
 import time
 import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from specrig.facts import modelfiles
 
-basic = pytest.importorskip("ansible.module_utils.basic")
-MODULE = "ansible_collections.specrig.host.plugins.modules.model_stage"
 
-
-def safetensors(path: Path, tensors: dict[str, bytes]) -> None:
-    """Write a file by the published format: header length, JSON header, data."""
-    header, offset = {}, 0
-    for name, data in tensors.items():
-        header[name] = {"dtype": "U8", "shape": [len(data)], "data_offsets": [offset, offset + len(data)]}
-        offset += len(data)
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(tensors.values()))
-
-
-def manifest(folder: Path) -> None:
-    names = sorted(path.name for path in folder.iterdir() if path.name != "MANIFEST.sha256")
-    lines = [f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in names]
-    (folder / "MANIFEST.sha256").write_text("".join(lines))
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    folder = tmp_path / "source"
-    folder.mkdir()
-    weights = {"a.weight": b"A" * 5000, "b.weight": b"B" * 3000}, {"c.weight": b"C" * 7000}
-    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    for name, tensors in zip(shards, weights, strict=True):
-        safetensors(folder / name, tensors)
-    weight_map = {tensor: name for name, tensors in zip(shards, weights, strict=True) for tensor in tensors}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    (folder / "config.json").write_text("{}")
-    manifest(folder)
-    return folder
-
-
-@pytest.fixture
-def stage(tmp_path: Path, source: Path, repository: Path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "path", [str(repository / ".collections"), *sys.path])
-    module = importlib.import_module(MODULE)
-    target = tmp_path / "ram"
-    target.mkdir()
-
-    def call(check: bool = False, about: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
-        parameters = {**call.parameters, **({"models": {"M": about}} if about is not None else {}), **more}
-        arguments = {"ANSIBLE_MODULE_ARGS": {**parameters, "_ansible_check_mode": check}}
-        monkeypatch.setattr(basic, "_ANSIBLE_ARGS", json.dumps(arguments).encode())
-        monkeypatch.setattr(basic, "_ANSIBLE_PROFILE", "legacy", raising=False)
-        with pytest.raises(SystemExit):
-            module.main()
-        return json.loads(capsys.readouterr().out)
-
-    call.target = target / "M"
-    call.module = module
-    call.parameters = {
-        "models": {"M": {"source": str(source)}},
-        "target": str(target),
-        "streams": 2,
-        "state_dir": str(tmp_path / "state"),
-        "progress_dir": str(tmp_path / "progress"),
-    }
-    return call
-
-
-def listing(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.startswith(".")}
-
-
-def wanted(source: Path) -> dict[str, bytes]:
-    return {name: data for name, data in listing(source).items() if name != "MANIFEST.sha256"}
-
-
-def test_a_model_is_staged_once_and_then_left_alone(stage, source):
+def test_a_model_is_staged_once_and_then_left_alone(stage, source, folders):
     look = stage(copy=False)
     assert (look["changed"], look["complete"]) == (False, False)
     check = stage(check=True)
@@ -101,7 +26,7 @@ def test_a_model_is_staged_once_and_then_left_alone(stage, source):
 
     done = stage()
     assert done["changed"] is True
-    assert listing(stage.target) == wanted(source)
+    assert folders.listing(stage.target) == folders.wanted(source)
     assert done["specrig"]["gates"][0]["status"] == "pass"
     assert not [path.name for path in stage.target.iterdir() if path.name.startswith(modelfiles.TEMPORARY_PREFIX)]
 
@@ -118,14 +43,8 @@ def test_an_unchanged_model_is_not_read_again(stage, monkeypatch):
     assert stage()["complete"] is True
 
 
-def corrupt(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-10] ^= 1
-    path.write_bytes(data)
-
-
-def test_a_shard_of_right_size_and_wrong_content_is_refused(stage, source):
-    corrupt(source / "model-00002-of-00002.safetensors")
+def test_a_shard_of_right_size_and_wrong_content_is_refused(stage, source, folders):
+    folders.corrupt(source / "model-00002-of-00002.safetensors")
     done = stage()
     assert done["failed"] is True
     assert "model-00002-of-00002.safetensors has sha256 " in done["msg"]
@@ -171,12 +90,12 @@ def garbage(source: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("with_manifest", [True, False])
-def test_a_damaged_source_is_named_before_anything_is_copied(stage, source, damage, line, with_manifest):
+def test_a_damaged_source_is_named_before_anything_is_copied(stage, source, damage, line, with_manifest, folders):
     damage(source)
     (source / "MANIFEST.sha256").unlink()
     if with_manifest:
         # A manifest made of the damaged files: sums alone do not tell.
-        manifest(source)
+        folders.manifest(source)
     for arguments in ({"copy": False}, {"check": True}, {}):
         done = stage(**arguments)
         assert done["failed"] is True
@@ -185,30 +104,30 @@ def test_a_damaged_source_is_named_before_anything_is_copied(stage, source, dama
     assert not stage.target.exists()
 
 
-def test_a_file_damaged_in_ram_is_healed_and_the_rest_is_kept(stage, source):
+def test_a_file_damaged_in_ram_is_healed_and_the_rest_is_kept(stage, source, folders):
     stage()
     path = stage.target / "model-00002-of-00002.safetensors"
     kept = (stage.target / "model-00001-of-00002.safetensors").stat().st_ino
-    corrupt(path)
+    folders.corrupt(path)
     look = stage(copy=False)
     assert look["complete"] is False
     done = stage()
     assert done["models"]["M"]["copied"] == ["model-00002-of-00002.safetensors"]
-    assert listing(stage.target) == wanted(source)
+    assert folders.listing(stage.target) == folders.wanted(source)
     assert (stage.target / "model-00001-of-00002.safetensors").stat().st_ino == kept
 
 
-def test_a_new_revision_replaces_what_changed_and_drops_what_went(stage, source):
+def test_a_new_revision_replaces_what_changed_and_drops_what_went(stage, source, folders):
     stage()
     (source / "config.json").write_text('{"revision": 2}')
     (source / "extra.txt").write_text("new")
-    manifest(source)
+    folders.manifest(source)
     stage()
-    assert listing(stage.target) == wanted(source)
+    assert folders.listing(stage.target) == folders.wanted(source)
     (source / "extra.txt").unlink()
-    manifest(source)
+    folders.manifest(source)
     stage()
-    assert listing(stage.target) == wanted(source)
+    assert folders.listing(stage.target) == folders.wanted(source)
     assert stage()["changed"] is False
 
 
@@ -260,23 +179,11 @@ def test_a_bad_manifest_is_one_line(stage, source, text):
     assert not stage.target.exists()
 
 
-def child(repository: Path, parameters: dict[str, Any], before: str = "") -> list[str]:
-    """The command that runs the module in a process of its own."""
-    code = (
-        "import json, sys; sys.path.insert(0, sys.argv[1])\n"
-        "from ansible.module_utils import basic\n"
-        "basic._ANSIBLE_ARGS = json.dumps({'ANSIBLE_MODULE_ARGS': json.loads(sys.argv[2])}).encode()\n"
-        "basic._ANSIBLE_PROFILE = 'legacy'\n"
-        f"import {MODULE} as module\n{before}\nmodule.main()\n"
-    )
-    return [sys.executable, "-c", code, str(repository / ".collections"), json.dumps(parameters)]
-
-
-def test_killed_in_the_middle_it_goes_on_where_it_was(stage, source, tmp_path, repository):
+def test_killed_in_the_middle_it_goes_on_where_it_was(stage, source, tmp_path, repository, folders):
     # One shard large enough to be caught half-way, one file that is through by then.
-    safetensors(source / "model-00002-of-00002.safetensors", {"c.weight": os.urandom(200_000_000)})
-    manifest(source)
-    command = child(repository, stage.parameters, "module.stagecopy.PIECE_BYTES = 65536")
+    folders.safetensors(source / "model-00002-of-00002.safetensors", {"c.weight": os.urandom(200_000_000)})
+    folders.manifest(source)
+    command = folders.child(repository, stage.parameters, "module.stagecopy.PIECE_BYTES = 65536")
     part = stage.target / (modelfiles.TEMPORARY_PREFIX + "model-00002-of-00002.safetensors")
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         deadline = time.monotonic() + 30
@@ -293,7 +200,7 @@ def test_killed_in_the_middle_it_goes_on_where_it_was(stage, source, tmp_path, r
     assert stage(copy=False)["complete"] is False
     done = stage()
     assert not part.exists()
-    assert listing(stage.target) == wanted(source)
+    assert folders.listing(stage.target) == folders.wanted(source)
     # What was whole is read again and kept, not copied again.
     assert (stage.target / "config.json").stat().st_ino == small
     assert "config.json" not in done["models"]["M"]["copied"]
@@ -309,7 +216,7 @@ def test_a_manifest_that_comes_later_is_compared_with_the_sums_of_the_copy(stage
     assert done["specrig"]["gates"][0]["status"] == "pass"
 
 
-def test_two_runs_at_once_one_works_and_the_other_waits_and_says_so(stage, source, monkeypatch, repository):
+def test_two_runs_at_once_one_works_and_the_other_waits_and_says_so(stage, source, monkeypatch, repository, folders):
     """Another run holds the model when this one comes; it is through when this one's turn comes."""
     stage.target.mkdir(parents=True)
     lock = (stage.target / ".specrig-lock").open("w")
@@ -322,7 +229,9 @@ def test_two_runs_at_once_one_works_and_the_other_waits_and_says_so(stage, sourc
         calls.append(wait)
         if wait:
             lock.close()
-            done = subprocess.run(child(repository, stage.parameters), capture_output=True, text=True, check=True)
+            done = subprocess.run(
+                folders.child(repository, stage.parameters), capture_output=True, text=True, check=True
+            )
             assert len(json.loads(done.stdout)["models"]["M"]["copied"]) == 4
         return real(target, wait)
 
@@ -334,7 +243,7 @@ def test_two_runs_at_once_one_works_and_the_other_waits_and_says_so(stage, sourc
     assert re.fullmatch(
         r"model M: waited \d+\.\d s for another staging of it \(process 4711\)", done["specrig"]["notes"][0]
     )
-    assert listing(stage.target) == wanted(source)
+    assert folders.listing(stage.target) == folders.wanted(source)
 
 
 def test_what_a_killed_staging_left_is_not_missed_as_room(stage, monkeypatch):
