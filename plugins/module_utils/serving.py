@@ -361,7 +361,7 @@ def plan_unit(name, profile, placed, settings):
     try:
         method = dialects.resolve(profile["method"], profile.get("budget"), overrides)
         argv = command + dialects.command(
-            dict(profile, name=name, extra_args=[]),
+            dict(profile, name=name, extra_args=[], draft_model=draft_path(profile, settings["model_root"])),
             "{0}/{1}".format(settings["model_root"].rstrip("/"), profile.get("model")),
             settings.get("listen") or "127.0.0.1",
             overrides,
@@ -764,13 +764,19 @@ def device_paths(names, plan):
     return ["/dev/nvidiactl", "/dev/nvidia-uvm"] + ["/dev/nvidia{0}".format(n) for n in sorted(minors - {None})]
 
 
+def draft_path(profile, root):
+    """A profile's draft model in the guest, which it gives as a path or as the name of a model beside its target."""
+    draft = profile.get("draft_model")
+    return "{0}/{1}".format(root.rstrip("/"), draft) if draft and "/" not in draft else draft
+
+
 def model_paths(names, profiles, root, marker=None):
     """The model folders that these profiles need in the guest: name to ``{path, marker}``."""
     wanted = {}
     for name in names:
         model = profiles[name]["model"]
         wanted[model] = {"path": "{0}/{1}".format(root.rstrip("/"), model), "marker": marker}
-        draft = profiles[name].get("draft_model")
+        draft = draft_path(profiles[name], root)
         if draft and draft.startswith(root.rstrip("/") + "/"):
             wanted[draft[len(root.rstrip("/")) + 1 :]] = {"path": draft, "marker": marker}
     return wanted
