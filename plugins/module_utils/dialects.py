@@ -393,22 +393,13 @@ def resolve(method: str, budget: int | None, overrides: dict[str, Any] | None = 
     }
 
 
-def merged(general: dict[str, Any] | None, engine: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the overrides that hold for an engine: its own ``dialects`` over those of the inventory."""
-    own = (engine or {}).get("dialects") or {}
-    for source, value in (("sglang_server_dialects", general or {}), ("dialects of the engine", own)):
-        if not isinstance(value, dict):
-            raise DialectError("%s is %r; expected a mapping of method to dialect" % (source, value))
-    return {**(general or {}), **own}
-
-
 def for_profile(
     profile: dict[str, Any],
     general: dict[str, Any] | None,
     engine: dict[str, Any] | None = None,
     engines: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the overrides that hold for a profile.
+    """Return the overrides that hold for a profile: those of its engine over those of the inventory.
 
     Args:
         profile: its row of ``sglang_server_profiles``.
@@ -420,40 +411,19 @@ def for_profile(
         DialectError: the profile names an engine that is not there.
     """
     chosen = profile.get("engine")
-    if chosen in (None, ""):
-        return merged(general, engine)
-    if chosen not in (engines or {}):
-        near = difflib.get_close_matches(str(chosen), sorted(engines or {}), 1)
-        raise DialectError(
-            "engine %r is not in sglang_server_engines%s; there are: %s"
-            % (chosen, " (did you mean %s?)" % near[0] if near else "", ", ".join(sorted(engines or {})) or "none")
-        )
-    return merged(general, engines[chosen])
-
-
-def unmet(facts: dict[str, Any], version: str | None) -> str | None:
-    """Return why a release of SGLang cannot run a method, or None where it can or where that is not known.
-
-    Args:
-        facts: what ``resolve`` returned.
-        version: the release, None for a branch or where it is not known.
-    """
-    requires = facts.get("requires")
-    if not requires or engineflags.satisfies(version, requires) is not False:
-        return None
-    where = facts.get("source") or "the engine of your own"
-    if requires == "branch":
-        return (
-            "method %s (dialect %s) is in no release of SGLang, and the engine is sglang %s; install %s "
-            "(install.requirements: a git reference or a wheel), or choose another dialect in sglang_server_dialects"
-            % (facts["method"], facts["dialect"], version, where)
-        )
-    return "method %s (dialect %s) needs sglang %s, and the engine is %s; install that, or choose another method" % (
-        facts["method"],
-        facts["dialect"],
-        requires,
-        version,
-    )
+    if chosen not in (None, "", "default"):
+        if chosen not in (engines or {}):
+            near = difflib.get_close_matches(str(chosen), sorted(engines or {}), 1)
+            raise DialectError(
+                "engine %r is not in sglang_server_engines%s; there are: %s"
+                % (chosen, " (did you mean %s?)" % near[0] if near else "", ", ".join(sorted(engines or {})) or "none")
+            )
+        engine = engines[chosen]
+    own = (engine or {}).get("dialects") or {}
+    for source, value in (("sglang_server_dialects", general or {}), ("dialects of the engine", own)):
+        if not isinstance(value, dict):
+            raise DialectError("%s is %r; expected a mapping of method to dialect" % (source, value))
+    return {**(general or {}), **own}
 
 
 def command(profile: dict[str, Any], model_path: str, host: str, overrides: dict[str, Any] | None = None) -> list[str]:

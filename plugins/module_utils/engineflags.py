@@ -26,7 +26,6 @@ RENAMED = (
     ("--disable-cuda-graph", "--cuda-graph-backend-decode disabled", "0.5.14", "-prefill disabled for that phase"),
     ("--piecewise-cuda-graph-max-tokens", "--cuda-graph-max-bs-prefill", "0.5.14", ""),
     ("--piecewise-cuda-graph-tokens", "--cuda-graph-bs-prefill", "0.5.14", ""),
-    ("--piecewise-cuda-graph-compiler", "--cuda-graph-tc-compiler", "0.5.14", ""),
     ("--disable-piecewise-cuda-graph", "--cuda-graph-backend-prefill disabled", "0.5.14", ""),
     ("--enable-breakable-cuda-graph", "--cuda-graph-backend-prefill breakable", "0.5.14", ""),
     ("--speculative-dflash-draft-window-size", "--speculative-draft-window-size", "0.5.12", ""),
@@ -52,6 +51,7 @@ ALGORITHMS = {
 
 _RELEASE = re.compile(r"^v?(\d+)\.(\d+)\.(\d+)(?:\.post\d+)?$")
 _PIN = re.compile(r"^\s*sglang\s*(?:\[[^\]]*\])?\s*==\s*([^\s;,]+)")
+_UNPINNED = re.compile(r"^\s*sglang\s*(?:\[[^\]]*\])?\s*(?:[<>~!].*)?$")
 _WHEEL = re.compile(r"^sglang-([^-]+)-.*\.whl$")
 _BOUND = re.compile(r"^(>=|<=|<|>|==)\s*(\S+)$")
 
@@ -68,24 +68,58 @@ def surveyed(version):
 
 
 def engine_release(engine):
-    """The release of SGLang that an engine of the inventory is, as text, or None where it is none or not known.
+    """Which release of SGLang an engine is: ``(version or None, whether it is upstream's own build)``.
 
-    ``version`` of the engine says it; else what its installation pins (``sglang==0.5.23``, a wheel's name). A branch, a
-    folder or a local version is no release, and its options are not known.
+    A pin (``sglang==0.5.23``) is upstream's. A wheel's name tells a version, not who built it. Of a branch, a folder
+    and an engine that was there already nothing is known; the simulated engine has the options of the last release.
     """
     engine = engine or {}
-    if engine.get("version") is not None:
-        return str(engine["version"]) if release(engine["version"]) else None
+    if engine.get("kind") == "sim":
+        return engineoptions.LAST, False
     install = engine.get("install") or {}
     requirements = list(install.get("requirements") or [])
     for step in install.get("steps") or []:
-        requirements += list((step or {}).get("requirements") or []) if isinstance(step, dict) else []
+        requirements += list(step.get("requirements") or []) if isinstance(step, dict) else []
     for requirement in requirements:
-        text = str(requirement)
-        match = _PIN.match(text) or _WHEEL.match(os.path.basename(text.split("?")[0]))
-        if match:
-            return match.group(1) if release(match.group(1)) else None
-    return None
+        text = str(requirement.get("text") if isinstance(requirement, dict) else requirement)
+        pin = _PIN.match(text)
+        wheel = _WHEEL.match(os.path.basename(text))
+        if pin or wheel:
+            version = (pin or wheel).group(1)
+            return (version, bool(pin)) if release(version) else (None, False)
+        if _UNPINNED.match(text) and release(engine.get("version")):
+            return str(engine["version"]), True
+    return None, False
+
+
+def judge(engine, method, words):
+    """What an engine makes of a command line: ``(problems, notes)``, a line each; problems keep it from starting.
+
+    Args:
+        engine: its row, with ``kind`` and ``install``.
+        method: the profile's method, as ``dialects.resolve`` gives it.
+        words: the arguments after the engine's command.
+    """
+    version, upstream = engine_release(engine)
+    requires = method.get("requires")
+    if upstream and requires and satisfies(version, requires) is False:
+        return [_unmet(method, requires, version)], []
+    rows = check(words, version, complete=upstream)
+    return tuple([row["message"] for row in rows if row["status"] == status] for status in ("fail", "note"))
+
+
+def _unmet(method, requires, version):
+    name = "method {0} (dialect {1})".format(method["method"], method["dialect"])
+    if requires == "branch":
+        return (
+            "{0} is in no release of SGLang, and the engine is sglang {1}; install {2} (an engine of its own in "
+            "sglang_server_engines, with a git reference or a wheel), or choose another dialect".format(
+                name, version, method.get("source") or "a build that has it"
+            )
+        )
+    return "{0} needs sglang {1}, and the engine is {2}; install that, or choose another method".format(
+        name, requires, version
+    )
 
 
 def satisfies(version, wanted):

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 
-from . import cpulist, dialects, engines
+from . import cpulist, dialects, engineflags, engines
 
 UNIT_PREFIX = "specrig-sglang@"
 TEMPLATE_NAME = UNIT_PREFIX + ".service"
@@ -377,6 +377,9 @@ def plan_unit(name, profile, placed, settings):
     # The profile's own arguments stand last, so they win.
     for words in (engine.get("extra_args"), profile.get("extra_args")):
         argv += [str(word).replace("{profile}", name) for word in words or []]
+    problems, notes = engineflags.judge(engine, method, argv[len(command) :])
+    if problems:
+        raise ServingError("profile {0}: {1}".format(name, "; ".join(problems)))
     try:
         argv, secrets = split_secrets(argv)
     except ServingError as error:
@@ -420,6 +423,7 @@ def plan_unit(name, profile, placed, settings):
         "name": name,
         "unit": unit_name(name),
         "method": method["label"],
+        "notes": notes,
         "speculative": bool(method["draft_tokens"] is None or method["draft_tokens"] > 0),
         "argv": argv,
         "env": env,

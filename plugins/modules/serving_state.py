@@ -400,7 +400,7 @@ def main():
     start, restart, waiting = [], [], {}
     for name, plan in plans.items():
         action, reasons, unknown = serving.decide(plan, units.get(name), processes.get(name), True)
-        notes += ["{0}: {1}".format(name, line) for line in unknown]
+        notes += ["{0}: {1}".format(name, line) for line in plan["notes"] + unknown]
         if action == "keep" and name in params["misplaced"] and (units.get(name) or {}).get("active") == "active":
             action, reasons = "restart", [params["misplaced"][name]]
         if action in ("start", "restart"):

@@ -130,27 +130,6 @@ def test_an_engine_names_its_dialects():
         dialects.for_profile({"engine": "tre"}, general, engine, engines)
 
 
-@pytest.mark.parametrize(
-    ("method", "budget", "version", "words"),
-    [
-        (
-            "ddtree",
-            15,
-            "0.5.23",
-            "is in no release of SGLang, and the engine is sglang 0.5.23; install sgl-project/sglang",
-        ),
-        ("ddtree", 15, None, None),
-        ("dflash", None, "0.5.10.post1", "needs sglang >=0.5.11, and the engine is 0.5.10.post1"),
-        ("dflash", None, "0.5.11", None),
-        ("eagle3", None, "0.5.9", None),
-        ("autoregressive", None, "0.4.0", None),
-    ],
-)
-def test_a_release_that_cannot_run_a_method_is_told(method, budget, version, words):
-    line = dialects.unmet(dialects.resolve(method, budget), version)
-    assert line is None if words is None else words in line
-
-
 def test_the_table_itself_is_never_changed():
     before = repr(dialects.TABLE)
     dialects.resolve("dflash", None, {"dflash": {"block_size": 8, "flags": ["--x"]}})

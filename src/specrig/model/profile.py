@@ -63,7 +63,15 @@ def parse_method(label: str) -> tuple[str, int | None]:
     return ALIASES.get(match["method"], match["method"]), int(budget) if budget else None
 
 
-_ROLE_KEYS = ("draft_model", "env", "start_timeout_s", "shared_with")
+_ROLE_KEYS = (
+    "draft_model",
+    "engine",
+    "env",
+    "mem_fraction_static",
+    "served_model_name",
+    "start_timeout_s",
+    "shared_with",
+)
 """Settings of a profile that concern only the role that serves it."""
 
 _KEYS = (*Profile.__struct_fields__[1:], *_ROLE_KEYS)

@@ -60,7 +60,9 @@ def main() -> None:
                 continue
             algorithm = None
             try:
-                SpeculativeAlgorithm.from_string(parsed.speculative_algorithm)
+                # Releases before 0.5.19 resolve this alias of EAGLE when they check the arguments together.
+                name = parsed.speculative_algorithm
+                SpeculativeAlgorithm.from_string("EAGLE" if name == "NEXTN" else name)
             except ValueError as error:
                 algorithm = str(error)
             spelled = [word.partition("=")[0] for word in words if word.startswith("--")]
