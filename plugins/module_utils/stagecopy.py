@@ -143,7 +143,7 @@ class Proofs:
             pass
 
     def _take(self, line):
-        with contextlib.suppress(ValueError, TypeError, KeyError):
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
             row = json.loads(line)
             if not line.endswith("\n") or self._boot is None or row.pop("boot_id") != self._boot:
                 return
