@@ -77,6 +77,12 @@ def text(progress):
     return head + ", ".join(part for part in parts if part)
 
 
+def waiting_for(progress, other):
+    """The progress of a model that another run stages: this one waits, and says how far the other is."""
+    rest = text(progress).partition(": ")[2]
+    return dict(progress, state="waiting", message="waiting for the staging of {0}: {1}".format(other, rest))
+
+
 def done_text(total, seconds, rate=None):
     """``staged, 55.6 GB in 13.4 s, 4.2 GB/s``; the rate over the whole of it where it took long enough to tell."""
     size = amount_text(total, total).partition(" of ")[2]

@@ -93,6 +93,7 @@ progress:
   type: dict
 """
 
+import contextlib
 import json
 import os
 import time
@@ -129,6 +130,27 @@ def alive(job):
         except OSError:
             continue
     return False
+
+
+def foreign(pid, job):
+    """Who stages, where another run does: ``run RUN (process PID)``; None for this job, or a process that is gone."""
+    if not isinstance(pid, int):
+        return None
+    name, seen = job.partition(".")[0].encode(), pid
+    while seen > 1:
+        try:
+            with open("/proc/%d/cmdline" % seen, "rb") as handle:
+                if name in handle.read().split(b"\0"):
+                    return None
+            with open("/proc/%d/stat" % seen, encoding="utf-8", errors="replace") as handle:
+                seen = int(handle.read().rpartition(")")[2].split()[1])
+        except (OSError, ValueError, IndexError):
+            return None
+    run = None
+    with contextlib.suppress(OSError), open("/proc/%d/environ" % pid, "rb") as handle:
+        pairs = dict(item.partition(b"=")[::2] for item in handle.read().split(b"\0"))
+        run = pairs.get(b"SPECRIG_RUN", b"").decode("utf-8", "replace") or None
+    return "run %s (process %d)" % (run, pid) if run else "another run (process %d)" % pid
 
 
 def job_of(path):
@@ -175,8 +197,12 @@ class Staging:
         rows = (result or {}).get("models") or {}
         progress = {}
         for name in params["models"]:
-            record = read_json(os.path.join(params["folder"], name + ".json"))
+            record = read_json(os.path.join(params["folder"], name.replace("/", "--") + ".json"))
             progress[name] = stageprogress.parse(record, begun)
+            if result is None and progress[name] and progress[name]["state"] == "running":
+                other = foreign(progress[name]["pid"], params["job"])
+                if other:
+                    progress[name] = stageprogress.waiting_for(progress[name], other)
             if result is not None and not of_job(progress[name], rows.get(name) or {}, result):
                 progress[name] = None
         staged = [name for name in params["models"] if name in params["have"]]
