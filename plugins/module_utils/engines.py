@@ -19,7 +19,7 @@ SPACE_GB = {"sglang": 12.0, "sim": 0.2}
 # By which variable each library is told where to keep what it compiled, below the engine's folder. Names as read in
 # SGLang 0.5.23 (srt/environ.py), torch, Triton, FlashInfer (which appends .cache/flashinfer), tvm-ffi, CuTe DSL and
 # transformers; SGLANG_DG_CACHE_DIR is what SGLang copies into DG_JIT_CACHE_DIR.
-_CACHES = {
+CACHES = {
     "XDG_CACHE_HOME": "",
     "SGLANG_CACHE_DIR": "sglang",
     "SGLANG_DG_CACHE_DIR": "deep_gemm",
@@ -371,15 +371,17 @@ def wheel_fits(name, python, machine):
     ours = False
     for tag in tags.split("."):
         stable = "abi3" in abi.split(".") and tag[:3] == "cp3" and tag[3:].isdigit() and int(tag[3:]) <= python[1]
-        ours = ours or tag in ("py3", "py" + version, "cp" + version) or stable
+        # A pure wheel of an older Python 3 fits: interegular's is py37-none-any.
+        pure = tag[:3] == "py3" and tag[3:].isdigit() and int(tag[3:]) <= python[1]
+        ours = ours or tag in ("py3", "cp" + version) or pure or stable
     return ours and any(part == "any" or part.endswith("_" + machine) for part in platform.split("."))
 
 
 def main_package(install, packages):
-    """The installed distribution that an installation is about: sglang, else the first that it names; or None."""
+    """The installed distribution that an installation is about: sglang, else what its last step names; or None."""
     if "sglang" in packages:
         return "sglang"
-    for step in install["steps"]:
+    for step in reversed(install["steps"]):
         for row in step["requirements"]:
             text = row["text"] if row["path"] is None else row["path"].rstrip("/").rsplit("/", 1)[-1]
             match = re.match(r"[A-Za-z0-9._]+([-_][A-Za-z][A-Za-z0-9._]*)*", text)
@@ -398,7 +400,7 @@ def cache(name, engine_id):
     relative = folder[len("/var/cache/") :]
     # The driver makes no parents of its folder.
     folders = [relative, relative + "/nv"]
-    return folders, {key: folder + ("/" + below if below else "") for key, below in _CACHES.items()}
+    return folders, {key: folder + ("/" + below if below else "") for key, below in CACHES.items()}
 
 
 def resolve(engine, engines, look, package=None, installed=None):

@@ -523,12 +523,17 @@ def differences(plan, process):
     if environ is None:
         unknown.append("the environment of pid {0} can't be read".format(process.get("pid")))
     else:
-        for name in sorted(wanted):
+        # Where another engine runs, where it keeps its kernels follows from that and needs no line of its own.
+        other = environ.get("SPECRIG_ENGINE") != wanted.get("SPECRIG_ENGINE")
+        told = frozenset(engines.CACHES) if other else frozenset()
+        for name in sorted(set(wanted) - told):
             seen = environ.get(name)
             if seen != wanted[name]:
                 different.append("{0} is {1}, planned {2}".format(name, _shown(seen), _shown(wanted[name])))
         inherited = process.get("inherited") or []
         for name in stray_variables(environ, wanted):
+            if name in told:
+                continue
             if name in inherited:
                 unknown.append(
                     "{0}={1} is not planned and comes from systemd's own environment; 'systemctl unset-environment "
