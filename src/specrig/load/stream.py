@@ -511,6 +511,11 @@ class StreamClient:
                 return
         self._scheduled = False
 
+    def in_flight(self) -> tuple[int, int]:
+        """How many streams are open now, and how many tokens they have brought so far."""
+        decoders = [exchange.decoder for exchange in self._active if exchange.decoder is not None]
+        return len(decoders), sum(decoder.output_tokens for decoder in decoders)
+
     def _look(self) -> None:
         """Give up on streams that are over one of their limits."""
         now = clock()

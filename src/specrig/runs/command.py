@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import os
+import shutil
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from specrig.runs.folder import RunFolder, is_run_folder
 from specrig.runs.measure import Job, Progress, cells_of, describe, finish, run_job
 from specrig.tokens import tokenizer as tokenizers
 from specrig.tokens.budget import Limits
+from specrig.tokens.plan import Pace, cell_seconds
 
 
 def load_command(args: argparse.Namespace) -> int:
@@ -190,6 +194,59 @@ def _parts(run: RunFolder) -> set[tuple[str, int]]:
     return {(str(row["cell"]), int(row.get("launch", 0))) for row in run.read_cells()}
 
 
+class Pacer:
+    """Live rate and time left of a row of cells; pure but for the moments that it is given.
+
+    A cell's share of the work is what the plan takes it to need; how fast that goes is measured.
+    """
+
+    SPAN_S = 5.0
+
+    def __init__(self, cells: Sequence[Cell]) -> None:
+        """Name the cells, in any order."""
+        self._weight = {cell.id: cell_seconds(cell, cell.prompt_tokens or 512, Pace()) for cell in cells}
+        self._whole = sum(self._weight.values())
+        self._before = 0.0
+        self._cell: str | None = None
+        self._begun: float | None = None
+        self._seen: collections.deque[tuple[float, int]] = collections.deque()
+
+    def begin(self, cell: Cell, now: float) -> None:
+        """A cell begins; the one before it has ended."""
+        if self._cell is not None:
+            self._before += self._weight.get(self._cell, 0.0)
+        self._cell = cell.id
+        self._begun = now if self._begun is None else self._begun
+        self._seen.clear()
+
+    def rate(self, now: float, tokens: int) -> float | None:
+        """Tokens a second over the last seconds, from the tokens that the cell has brought up to now."""
+        if self._seen and tokens < self._seen[-1][1]:
+            self._seen.clear()  # the warm-up's are not the cell's
+        self._seen.append((now, tokens))
+        while len(self._seen) > 2 and now - self._seen[0][0] > self.SPAN_S:
+            self._seen.popleft()
+        begun, first = self._seen[0]
+        return (tokens - first) / (now - begun) if now > begun else None
+
+    def left_s(self, now: float, share: float) -> float | None:
+        """Seconds to the end of all cells, with that share of the running one done; None before anything is."""
+        if self._begun is None or self._cell is None:
+            return None
+        done = self._before + share * self._weight.get(self._cell, 0.0)
+        return (now - self._begun) * (self._whole - done) / done if done > 0 and now > self._begun else None
+
+
+def clock_text(seconds: float) -> str:
+    """A duration for people: ``42 s``, ``3 min 05 s``, ``2 h 07 min``."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
 class _Show:
     """Progress: one line a cell, rewritten in place where standard error is a terminal; JSON lines when asked for."""
 
@@ -201,7 +258,14 @@ class _Show:
         self._good = 0
         self._bad = 0
         self._tokens = 0
-        self.progress = Progress(cell_started=self._started, request_done=self._request, cell_done=self._done)
+        self._pace = Pacer(cells)
+        self._rate: float | None = None
+        self.progress = Progress(
+            cell_started=self._started,
+            request_done=self._request,
+            cell_done=self._done,
+            tick=self._tick if self._live else None,
+        )
         if already and not as_json:
             print(f"{already} cells are done already, {len(cells)} left", file=sys.stderr)
 
@@ -209,6 +273,8 @@ class _Show:
         self._head = f"[{number}/{total}] {cell.title}"
         self._total = cell.total_requests
         self._good = self._bad = self._tokens = 0
+        self._rate = None
+        self._pace.begin(cell, time.monotonic())
         self._line()
 
     def _request(self, record: Request) -> None:
@@ -219,12 +285,26 @@ class _Show:
         self._tokens += record.output_tokens or 0
         self._line()
 
+    def _tick(self, _streams: int, tokens: int) -> None:
+        self._rate = self._pace.rate(time.monotonic(), self._tokens + tokens)
+        self._line()
+
     def _line(self) -> None:
-        if self._live:
-            bad = f", {self._bad} failed" if self._bad else ""
-            text = f"{self._head}: {self._good + self._bad}/{self._total} requests{bad}, {self._tokens} tokens"
-            sys.stderr.write(f"\r\x1b[K{text}")
-            sys.stderr.flush()
+        if not self._live:
+            return
+        done = self._good + self._bad
+        parts = [f"{self._head}: {done}/{self._total} requests"]
+        if self._bad:
+            parts.append(f"{self._bad} failed")
+        if self._rate is not None:
+            parts.append(f"{self._rate:,.0f} tok/s now")
+        left = self._pace.left_s(time.monotonic(), done / self._total if self._total else 0.0)
+        if left is not None:
+            parts.append(f"{clock_text(left)} left")
+        text = ", ".join(parts)
+        width = shutil.get_terminal_size().columns - 1
+        sys.stderr.write(f"\r\x1b[K{text if len(text) <= width else text[: width - 1] + '…'}")
+        sys.stderr.flush()
 
     def _done(self, row: CellRow) -> None:
         if self._json:

@@ -68,6 +68,9 @@ class Job:
     keep_text: bool = False
 
 
+TICK_S = 0.5
+
+
 @dataclass(frozen=True, kw_only=True)
 class Progress:
     """What to show while it runs; every call is cheap and may be left out.
@@ -76,11 +79,13 @@ class Progress:
         cell_started: number from 1, how many in all, the cell.
         request_done: the record of a request.
         cell_done: its row.
+        tick: twice a second, how many streams are open and the tokens they have brought so far.
     """
 
     cell_started: Callable[[int, int, Cell], None] | None = None
     request_done: Callable[[Request], None] | None = None
     cell_done: Callable[[CellRow], None] | None = None
+    tick: Callable[[int, int], None] | None = None
 
 
 def describe(sweep: Sweep, cells: Sequence[Cell], tokenizer: Tokenizer, reason: str | None) -> dict[str, Any]:
@@ -257,6 +262,7 @@ async def _run(run: RunFolder, job: Job, progress: Progress, t0_unix: float) -> 
         on_request=progress.request_done,
     )
     rows: list[CellRow] = []
+    ticking = asyncio.create_task(_tick(client, progress.tick)) if progress.tick is not None else None
     try:
         with _interruptible(interrupt):
             for number, cell in enumerate(job.cells, 1):
@@ -273,8 +279,17 @@ async def _run(run: RunFolder, job: Job, progress: Progress, t0_unix: float) -> 
                 if progress.cell_done is not None:
                     progress.cell_done(row)
     finally:
+        if ticking is not None:
+            ticking.cancel()
         await client.close()
     return rows, got[0] if got else None
+
+
+async def _tick(client: StreamClient, tick: Callable[[int, int], None]) -> None:
+    """Tell a display what is in flight, until it is cancelled."""
+    while True:
+        await asyncio.sleep(TICK_S)
+        tick(*client.in_flight())
 
 
 def _first(group: ExceptionGroup[Exception]) -> Exception:

@@ -1,0 +1,102 @@
+"""What a load shows while it runs: rate and time left, worked out by hand; on a terminal, piped, and as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specrig.model.cell import Cell, expand
+from specrig.model.sweep import parse_sweep
+from specrig.runs.command import Pacer, clock_text
+from specrig.sim.testing import running_sim
+
+SWEEP = """\
+name: t
+model: Qwen3.6-27B
+workloads:
+  - {name: w, prompts: questions, prompt_tokens: 256, output_tokens: 64, requests: 4, concurrency: [1, 2]}
+"""
+
+
+@pytest.fixture
+def cells() -> list[Cell]:
+    """Two cells; with concurrency 2 half as many waves, so about half the work."""
+    return expand(parse_sweep(SWEEP))
+
+
+def test_the_rate_is_that_of_the_last_seconds(cells: list[Cell]) -> None:
+    pace = Pacer(cells)
+    pace.begin(cells[0], 100.0)
+    assert pace.rate(100.0, 0) is None
+    assert pace.rate(101.0, 30) == 30
+    assert pace.rate(104.0, 120) == 30
+    assert pace.rate(106.0, 320) == 58  # 290 since the look at 101
+    assert pace.rate(107.0, 5) is None  # fewer than before: what was counted until now was the warm-up
+    assert pace.rate(108.0, 25) == 20
+
+
+def test_the_time_left_follows_the_work_done(cells: list[Cell]) -> None:
+    first, second = (Pacer([cell])._whole for cell in cells)
+    pace = Pacer(cells)
+    assert pace.left_s(100.0, 0.0) is None
+    pace.begin(cells[0], 100.0)
+    assert pace.left_s(110.0, 0.0) is None
+    # half of the first cell took 10 s
+    assert pace.left_s(110.0, 0.5) == pytest.approx(10 * (first / 2 + second) / (first / 2))
+    pace.begin(cells[1], 120.0)
+    assert pace.left_s(120.0, 0.0) == pytest.approx(20 * second / first)
+    assert pace.left_s(130.0, 1.0) == 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(-1, "0 s"), (0.4, "0 s"), (59.4, "59 s"), (59.6, "1 min 00 s"), (185, "3 min 05 s"), (7620, "2 h 07 min")],
+)
+def test_durations(seconds: float, said: str) -> None:
+    assert clock_text(seconds) == said
+
+
+def test_on_a_terminal_and_without(tmp_path: Path, tokenizer_dir: Path) -> None:
+    (tmp_path / "s.yml").write_text(SWEEP)
+    with running_sim(model_path=tokenizer_dir, served_model_name="Qwen3.6-27B", sim_time_scale=0.2) as sim:
+
+        def command(run: str, *more: str) -> list[str]:
+            base = [sys.executable, "-m", "specrig.cli", "load", str(tmp_path / "s.yml"), "--url", sim.url]
+            return [*base, "--tokenizer", str(tokenizer_dir), "--out", str(tmp_path / run), *more]
+
+        ours, theirs = pty.openpty()
+        with subprocess.Popen(command("live"), stderr=theirs, stdout=subprocess.DEVNULL) as process:
+            os.close(theirs)
+            screen = b""
+            while True:
+                try:
+                    piece = os.read(ours, 65536)
+                except OSError:  # the terminal's other end is closed
+                    break
+                if not piece:
+                    break
+                screen += piece
+        os.close(ours)
+        assert process.returncode == 0, screen[-2000:]
+        piped = subprocess.run(command("piped"), capture_output=True, text=True, check=True)
+        as_json = subprocess.run(command("json", "--json"), capture_output=True, text=True, check=True)
+    text = screen.decode()
+    assert "[1/2] w p256 n64 c1: 0/4 requests" in text
+    assert " tok/s now, " in text
+    assert " s left" in text
+    redrawn = [part.removeprefix("\x1b[K") for part in text.split("\r") if part.startswith("\x1b[K")]
+    assert max(len(part) for part in redrawn if "\n" not in part and "tok/s now" in part) <= 80
+    assert "\r" not in piped.stderr
+    assert [line.split(":")[0] for line in piped.stderr.splitlines()[:2]] == [
+        "[1/2] w p256 n64 c1",
+        "[2/2] w p256 n64 c2",
+    ]
+    assert piped.stdout == ""
+    assert [json.loads(line)["event"] for line in as_json.stdout.splitlines()] == ["cell", "cell", "end"]
+    assert as_json.stderr == ""
