@@ -13,6 +13,8 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 LOCKS = ("requirements.lock", "requirements-guest.lock", "requirements-host.lock", "requirements-newest.lock")
+# For an environment of its own on a host, without the package: part of the role that makes it.
+HUB_LOCK = "roles/model_store/files/hub-requirements.txt"
 EXTRAS_OF = {
     "requirements-guest.lock": ("sim",),
     "requirements-host.lock": ("sim", "ops", "report"),
@@ -61,7 +63,15 @@ def test_a_lock_holds_every_direct_dependency_in_a_version_that_fits(repository:
         assert requirement.specifier.contains(pin[0]), f"{name} has {requirement.name} {pin[0]}, not {requirement}"
 
 
-@pytest.mark.parametrize("name", ["requirements-guest.lock", "requirements-host.lock"])
+def test_the_lock_of_the_hub_holds_its_library_and_the_transfer_library_that_it_brings(repository: Path) -> None:
+    pins = locked(repository / HUB_LOCK)
+    (requirement,) = direct(repository)["hub"]
+    assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)][0])
+    assert "hf-xet" in pins
+    assert not {"specrig", "ansible-core", "transformers"} & set(pins)
+
+
+@pytest.mark.parametrize("name", ["requirements-guest.lock", "requirements-host.lock", HUB_LOCK])
 def test_a_smaller_lock_has_no_other_versions_than_the_whole(repository: Path, name: str) -> None:
     whole = locked(repository / "requirements.lock")
     for package, pin in locked(repository / name).items():
@@ -75,7 +85,7 @@ def test_the_lock_of_the_newest_ansible_differs_in_nothing_else(repository: Path
     assert not others, f"differ from requirements.lock, or are not in it: {others}"
 
 
-@pytest.mark.parametrize("name", LOCKS)
+@pytest.mark.parametrize("name", [*LOCKS, HUB_LOCK])
 def test_a_lock_names_no_place_to_fetch_from(repository: Path, name: str) -> None:
     text = (repository / name).read_text()
     assert not re.findall(r"://|--index|--extra-index|--find-links|--trusted-host|\bfile:| @ ", text)
