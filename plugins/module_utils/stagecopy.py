@@ -312,7 +312,11 @@ class Copier:
     def __init__(self, items, threads, share=None, tick=None):
         self.items = items
         self.failures = {}
-        self._waiting = sorted(items, key=lambda item: (item.size, item.path))
+        sizes = {}
+        for item in items:
+            sizes[item.group] = sizes.get(item.group, 0) + item.size
+        # Taken from the end. The smallest model comes first: what serves with it starts while the others are copied.
+        self._waiting = sorted(items, key=lambda item: (-sizes[item.group], str(item.group), item.size, item.path))
         self._live = []
         self._change = threading.Condition()
         self._threads, self._share, self._tick = max(1, threads), share, tick

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from specrig.facts import stageprogress, startorder
+from specrig.facts import stagecopy, stageprogress, startorder
 
 
 def record(**changes: Any) -> dict[str, Any]:
@@ -155,3 +156,11 @@ def test_the_gpus_of_a_server_are_those_of_its_environment(seen: str | None, gpu
 )
 def test_a_server_waits_only_for_those_that_hold_its_gpus(wanted, held, leaving, expected) -> None:
     assert startorder.order(wanted, held, leaving) == expected
+
+
+def test_the_smallest_model_is_taken_first_and_of_each_the_largest_file() -> None:
+    sizes = [("Big", 5), ("Draft", 2), ("Big", 9), ("Draft", 3), ("Big", 1)]
+    items = [SimpleNamespace(group=group, size=size, path=f"{group}/{size}") for group, size in sizes]
+    copier = stagecopy.Copier(items, 1)
+    taken = [copier._next()[0].path for _item in items]
+    assert taken == ["Draft/3", "Draft/2", "Big/9", "Big/5", "Big/1"]
