@@ -126,18 +126,26 @@ def parse_ls(text: str) -> list[dict[str, Any]]:
 
 
 def parse_status(text: str) -> dict[str, Any]:
-    """Return {name, pid, guest_pid, cpus_allowed} of /proc/PID/status; guest_pid is the innermost of NSpid."""
+    """Return {name, state, pid, ppid, uid, guest_pid, cpus_allowed, mems_allowed} of /proc/PID/status.
+
+    guest_pid is the innermost of NSpid, uid the real one.
+    """
     facts = {}
     for line in clean(text).split("\n"):
         key, colon, cell = line.partition(":")
         if colon:
             facts[key] = cell.strip()
     pids = facts.get("NSpid", "").split()
+    uids = facts.get("Uid", "").split()
     return {
         "name": facts.get("Name") or None,
+        "state": facts.get("State", "")[:1] or None,
         "pid": int(facts["Pid"]) if facts.get("Pid", "").isdigit() else None,
+        "ppid": int(facts["PPid"]) if facts.get("PPid", "").isdigit() else None,
+        "uid": int(uids[0]) if uids and uids[0].isdigit() else None,
         "guest_pid": int(pids[-1]) if len(pids) > 1 and pids[-1].isdigit() else None,
         "cpus_allowed": facts.get("Cpus_allowed_list") or None,
+        "mems_allowed": facts.get("Mems_allowed_list") or None,
     }
 
 

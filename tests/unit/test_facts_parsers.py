@@ -245,12 +245,19 @@ def test_cgroup_names_guest_unit_and_profile(cgroup, where):
 
 
 def test_status_of_a_process():
-    status = "Name:\tsglang::schedul\nPid:\t918273\nNSpid:\t918273\t4310\nCpus_allowed_list:\t0-3\n"
+    status = (
+        "Name:\tsglang::schedul\nState:\tS (sleeping)\nPid:\t918273\nPPid:\t918001\nUid:\t999\t999\t999\t999\n"
+        "NSpid:\t918273\t4310\nCpus_allowed_list:\t0-3\nMems_allowed_list:\t0-1\n"
+    )
     assert procfs.parse_status(status) == {
         "name": "sglang::schedul",
+        "state": "S",
         "pid": 918273,
+        "ppid": 918001,
+        "uid": 999,
         "guest_pid": 4310,
         "cpus_allowed": "0-3",
+        "mems_allowed": "0-1",
     }
     assert procfs.parse_status("Pid:\t7\nNSpid:\t7\n")["guest_pid"] is None
 
