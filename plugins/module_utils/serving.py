@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 
-from . import cpulist, dialects, engineflags, engines
+from . import cpulist, dialects, engineflags, engines, serverinfo
 
 UNIT_PREFIX = "specrig-sglang@"
 TEMPLATE_NAME = UNIT_PREFIX + ".service"
@@ -811,25 +811,35 @@ def smoke_cases(profiles, names, settings):
         profiles: ``sglang_server_profiles``.
         names: the profiles to ask.
         settings: ``kind`` (``none``, ``short`` or ``full``), ``shapes`` (profile to a list of ``{prompt_tokens,
-            max_tokens}`` that its workload will send), ``default_shape``, ``model_root``, ``dialects``, ``timeout_s``,
-            ``api_key``.
+            max_tokens}`` that its workload will send, ``at_once`` of them), ``default_shape``, ``model_root``,
+            ``dialects``, ``engine`` and ``engines`` (as in the inventory), ``timeout_s``, ``api_key``.
 
     Returns:
-        A list of ``{profile, url, model, tokenizer, label, prompt_tokens, max_tokens, ...}``: a short one each, and
-        with ``full`` one a shape.
+        A list of ``{profile, url, model, tokenizer, label, prompt_tokens, max_tokens, expect, ...}``: a short one each,
+        and with ``full`` one a shape. ``expect`` is what the server has to say of itself.
     """
     kind = settings.get("kind") or "full"
     if kind not in ("none", "short", "full"):
         raise ServingError("preflight_smoke is {0!r}, expected none, short or full".format(kind))
     if kind == "none":
         return []
+    known = dict(settings.get("engines") or {})
+    known.setdefault(engines.DEFAULT, settings.get("engine") or {})
     cases = []
     for name in names:
         profile = profiles[name]
         try:
-            method = dialects.resolve(profile["method"], profile.get("budget"), dialects_of(profile, settings))
+            overrides = dialects.for_profile(profile, settings.get("dialects"), known[engines.DEFAULT], known)
+            method = dialects.resolve(profile["method"], profile.get("budget"), overrides)
         except dialects.DialectError as error:
             raise ServingError("profile {0}: {1}".format(name, error)) from None
+        engine = known[profile.get("engine") or engines.DEFAULT]
+        version, upstream = engineflags.engine_release(engine)
+        shapes = (settings.get("shapes") or {}).get(name) or []
+        needs = {
+            "concurrency": max([shape.get("at_once") or 0 for shape in shapes], default=0) or None,
+            "max_tokens": max([shape["max_tokens"] for shape in shapes], default=None),
+        }
         base = {
             "profile": name,
             "url": "http://127.0.0.1:{0}".format(profile["port"]),
@@ -843,9 +853,13 @@ def smoke_cases(profiles, names, settings):
             "reserved_tokens": method["reserved_tokens"],
             "timeout_s": settings.get("timeout_s") or 600,
             "api_key": settings.get("api_key"),
+            "expect": serverinfo.expected(
+                name, profile, method, engine, settings["model_root"], needs, version if upstream else None
+            ),
         }
         cases.append(dict(base, label="short", prompt_tokens=None, max_tokens=8))
         if kind == "full":
-            for shape in (settings.get("shapes") or {}).get(name) or [settings["default_shape"]]:
-                cases.append(dict(base, label="full shape", **shape))
+            for shape in shapes or [settings["default_shape"]]:
+                sent = {key: value for key, value in shape.items() if key != "at_once"}
+                cases.append(dict(base, label="full shape", **sent))
     return cases

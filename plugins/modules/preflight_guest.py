@@ -9,7 +9,8 @@ module: preflight_guest
 short_description: Device, model, budget and smoke gates of a guest
 description:
   - Opens the device nodes as the service user, initialises CUDA where its library is there, looks for the model's
-    marker, and lets the package send the smoke requests. Returns gate rows; it fails for none of them.
+    marker, reads from the environment of each server's process what none of its endpoints tells, and lets the package
+    ask the servers what they are and send the smoke requests. Returns gate rows; it fails for none of them.
 options:
   user:
     description: The service user; the gates are asked with its rights.
@@ -78,7 +79,7 @@ import threading
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ..module_utils import serving
+from ..module_utils import serverinfo, serving
 
 
 def kind_of(path):
@@ -200,6 +201,36 @@ def model_row(name, model):
     return row("model", name, "pass", path, path, "{0} is whole".format(path))
 
 
+def server_env(profile, method_env):
+    """What of the environment of a profile's server changes its answers; None where it can't be read."""
+    show = ["systemctl", "show", "-p", "MainPID", "--value", serving.unit_name(profile)]
+    try:
+        done = subprocess.run(show, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False, timeout=30)
+        pid = int(done.stdout.decode("ascii", "replace").strip() or 0)
+        if pid <= 0:
+            return None
+        with open("/proc/{0}/environ".format(pid), "rb") as stream:
+            words = stream.read().decode("utf-8", "replace").split("\0")
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return None
+    pairs = dict(word.split("=", 1) for word in words if "=" in word)
+    # A server that takes its title over its environment leaves nothing to read there.
+    if not pairs:
+        return None
+    wanted = (*serverinfo.ENVIRONMENT, *method_env)
+    return {key: pairs[key] for key in wanted if key in pairs}
+
+
+def with_environments(cases):
+    """The cases, each with the environment of its server."""
+    seen = {}
+    for case in cases:
+        expect = case.get("expect") or {}
+        if expect.get("environment") and case["profile"] not in seen:
+            seen[case["profile"]] = server_env(case["profile"], expect.get("method_env") or {})
+    return [dict(case, env=seen.get(case["profile"])) for case in cases]
+
+
 def demote(entry):
     def change():
         if os.geteuid() == 0:
@@ -211,7 +242,7 @@ def demote(entry):
 
 
 def smoke_rows(params, entry, rows):
-    cases = params["cases"]
+    cases = with_environments(params["cases"])
     if not cases:
         return
     subject = ",".join(sorted({case["profile"] for case in cases}))

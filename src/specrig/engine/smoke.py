@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ import msgspec
 
 from specrig.engine.client import EngineClient
 from specrig.engine.errors import EngineError
-from specrig.engine.limits import ServerReport, read
+from specrig.engine.limits import from_info
 from specrig.errors import SpecrigError, UsageError
+from specrig.facts import serverinfo
 from specrig.tokens import budget
 
 SHORT_TEXT = "The capital of France is"
@@ -45,6 +46,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         headroom: tokens to keep free, over and above.
         timeout_s: limit of the request.
         api_key: sent as a bearer token.
+        expect: what the server has to say of itself (`serverinfo.expected`), None = only what stands above.
+        env: the environment of the server's process, None = not known.
     """
 
     profile: str
@@ -64,6 +67,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     headroom: int = 0
     timeout_s: float = 600.0
     api_key: str | None = None
+    expect: dict[str, Any] | None = None
+    env: dict[str, str] | None = None
 
 
 def gate(name: str, case: Case, status: str, seen: Any, expected: Any, message: str) -> dict[str, Any]:
@@ -154,42 +159,52 @@ def answer_row(case: Case, answer: Mapping[str, Any], seconds: float, prompt_tok
     return gate("smoke", case, "pass", seen, expected, f"{case.label}: {case.max_tokens} tokens in {seconds:.2f} s")
 
 
-def server_rows(case: Case, report: ServerReport, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Rows for what the server says of itself against the profile: model, tp, method's numbers.
+def server_rows(
+    case: Case,
+    info: dict[str, Any] | None,
+    models: Sequence[dict[str, Any]],
+    model_info: dict[str, Any] | None = None,
+) -> list[dict[str, Any]]:
+    """Rows for what the server says of itself against the profile.
 
     Args:
         case: any case of the profile.
-        report: the server's report.
-        names: the model names that it answers for.
+        info: ``/server_info``, None where the server has none.
+        models: the rows of ``/v1/models``.
+        model_info: ``/model_info``, None where the server has none.
+
+    Returns:
+        What failed in one row, what is not told in one, and one that passed where nothing failed.
     """
-    spec = report.speculation
-    problems = []
-    if case.model is not None and names and case.model not in names:
-        problems.append(f"it answers for {', '.join(names)}, the profile says {case.model}: is it another server?")
-    if case.tp is not None and report.tp_size is not None and report.tp_size != case.tp:
-        problems.append(f"it runs with tp {report.tp_size}, the profile says {case.tp}")
-    # A server without /server_info says nothing of its method; its answers will.
-    told = report.tp_size is not None or spec.algorithm is not None
-    if case.speculative is True and told and spec.algorithm is None:
-        problems.append("it runs without a speculative algorithm, the profile speculates")
-    if case.speculative is False and spec.algorithm is not None:
-        problems.append(f"it speculates by {spec.algorithm}, the profile is autoregressive")
-    if case.draft_tokens and spec.draft_tokens is not None and spec.draft_tokens != case.draft_tokens:
-        problems.append(f"it drafts {spec.draft_tokens} tokens a step, the profile's method {case.draft_tokens}")
-    seen = {
-        "models": list(names),
-        "tp": report.tp_size,
-        "algorithm": spec.algorithm,
-        "draft_tokens": spec.draft_tokens,
-        "version": report.version,
-        "simulated": report.simulated,
-    }
-    expected = {"model": case.model, "tp": case.tp, "speculative": case.speculative, "draft_tokens": case.draft_tokens}
-    if problems:
-        text = "the server is not the profile's: " + "; ".join(problems) + "; start it by recover.yml"
-        return [gate("server", case, "fail", seen, expected, text)]
-    notes = f" ({'; '.join(report.warnings)})" if report.warnings else ""
-    return [gate("server", case, "pass", seen, expected, "the server is what its profile says" + notes)]
+    expect = case.expect
+    if expect is None:
+        # a server asked by hand: what was given on the command line
+        expect = {"profile": case.profile, "model": case.model, "tp": case.tp, "speculative": case.speculative}
+        expect["draft_tokens"] = case.draft_tokens
+        found = serverinfo.compare(expect, info, list(models), model_info, None)
+        found = [row for row in found if row["check"] in ("model", "tp", "method", "draft tokens")]
+    else:
+        found = serverinfo.compare(expect, info, list(models), model_info, case.env)
+    rows: list[dict[str, Any]] = serverinfo.condense(found)
+    return rows
+
+
+def told_by(client: EngineClient) -> tuple[dict[str, Any] | None, list[dict[str, Any]], dict[str, Any] | None]:
+    """``/server_info``, the rows of ``/v1/models`` and ``/model_info``, each by its new or its old name.
+
+    Raises:
+        EngineError: a call failed other than for there being no such endpoint.
+    """
+
+    def ask(call: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+        try:
+            return call()
+        except EngineError as error:
+            if error.kind != "not-found":
+                raise
+            return None
+
+    return ask(client.server_info), client.models(), ask(client.model_info)
 
 
 def _prompt(case: Case, tokenizers: dict[str, Any]) -> list[int] | None:
@@ -204,6 +219,12 @@ def _prompt(case: Case, tokenizers: dict[str, Any]) -> list[int] | None:
     return PromptFactory(tokenizers[case.tokenizer], "prose", case.prompt_tokens, seed=1, cache="unique").build(0).ids
 
 
+def _length(models: Sequence[dict[str, Any]]) -> int | None:
+    """The effective context length in the rows of ``/v1/models``."""
+    found = (row.get("max_model_len") for row in models)
+    return next((value for value in found if isinstance(value, int) and not isinstance(value, bool)), None)
+
+
 def ask(cases: Sequence[Case], tokenizers: dict[str, Any]) -> list[dict[str, Any]]:
     """All gates of one server, one request after the other.
 
@@ -214,8 +235,9 @@ def ask(cases: Sequence[Case], tokenizers: dict[str, Any]) -> list[dict[str, Any
     first = cases[0]
     with EngineClient(first.url, first.api_key) as client:
         try:
-            report = read(client)
-            rows += server_rows(first, report, [str(row.get("id")) for row in client.models()])
+            info, models, model_info = told_by(client)
+            rows += server_rows(first, info, models, model_info)
+            report = from_info(info or {}, _length(models))
         except SpecrigError as error:
             return [gate("smoke", first, "fail", None, None, str(error))]
         for case in cases:
