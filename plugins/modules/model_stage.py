@@ -442,7 +442,7 @@ def main():
             model = Model(name, module.params["models"][name] or {}, module.params)
             steps, files = model.steps, len(model.files)
             report[name] = {"target": model.target, "files": files, "bytes": model.total, "complete": model.done}
-            report[name].update(steps)
+            report[name].update(steps, missing_bytes=sum(model.files[path]["size"] for path in steps["copy"]))
             if model.lost:
                 said["notes"].append("model %s is in RAM; its source %s is not there now" % (name, model.source.place))
             said["notes"] += [
@@ -465,7 +465,9 @@ def main():
                 said["found"].append("model %s %s" % (name, "is not in RAM" if gone else part))
             before.append("%s: %s" % (name, "absent" if gone else "incomplete"))
             changed = True
-            model.check_space()
+            if module.params["copy"]:
+                # A look leaves that to model_memory, which sums all models up.
+                model.check_space()
             model.check_source()
             if module.check_mode:
                 said["changed"].append("would stage model %s, %.2f GB" % (name, model.total / 1e9))
