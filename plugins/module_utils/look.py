@@ -217,6 +217,17 @@ def _units(raw: Facts, processes: list[Facts]) -> list[Facts]:
     return [dict(row, listed=bool(on_gpu.intersection(row["pids"]))) for row in rows if row["unit"]]
 
 
+def _engines(raw: Facts, gpus: list[Facts]) -> list[Facts]:
+    """Return every engine process with ``held``, the GPUs whose nodes it has open, None where that can't be read."""
+    by_minor = {gpu["minor"]: gpu["index"] for gpu in gpus if gpu["minor"] is not None}
+    found = []
+    for row in raw.get("engines") or []:
+        minors = row.get("minors")
+        held = None if minors is None else sorted(by_minor[minor] for minor in minors if minor in by_minor)
+        found.append(dict(row, held=held))
+    return found
+
+
 def _guests(raw: Facts, unknown: dict[str, str]) -> list[Facts]:
     rows = []
     for name, facts in sorted(raw.get("guests", {}).items()):
@@ -370,6 +381,7 @@ def assemble(raw: Facts, simulated: bool = False) -> Facts:
         "numa": rows,
         "processes": processes,
         "units": _units(raw, processes),
+        "engines": _engines(raw, gpus),
         "guests": guests,
         "mounts": raw.get("mounts", {}),
         "kernel": {

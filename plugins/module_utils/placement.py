@@ -756,13 +756,16 @@ def verify(planned_profile: Facts | None, look: Facts, profile_name: str, guest:
     seen_gpus = sorted({p["gpu_index"] for p in processes if p.get("gpu_index") is not None})
     seen_all = [gpu_node(gpus[i], look) if i in gpus else None for i in seen_gpus]
     seen_nodes = sorted({n for n in seen_all if n is not None}) + ([None] if None in seen_all else [])
-    others = sorted(
-        p["pid"]
+    strangers = {
+        p["pid"]: p
         for p in everyone
         if p.get("gpu_index") in expected_gpus and p.get("pid") is not None
         if p.get("profile") not in partners or not _is_ours(p, guest)
-    )
-    visible = sorted({p["visible"] for p in processes if p.get("visible")})
+    }
+    others = sorted(strangers)
+    members = [e for e in look.get("engines") or [] if e.get("profile") == profile_name and _is_ours(e, guest)]
+    visible = sorted({p["visible"] for p in [*processes, *members] if p.get("visible")})
+    policies = sorted({word for e in members for word in e.get("memory_policy") or []})
     row = {
         "gate": "placement",
         "subject": profile_name,
@@ -772,8 +775,10 @@ def verify(planned_profile: Facts | None, look: Facts, profile_name: str, guest:
             "gpus": seen_gpus,
             "numa_nodes": seen_nodes,
             "pids": sorted(p["pid"] for p in processes if p.get("pid") is not None),
-            "cpus": sorted({p["cpus_allowed"] for p in processes if p.get("cpus_allowed")}),
+            "cpus": sorted({p["cpus_allowed"] for p in [*processes, *members] if p.get("cpus_allowed")}),
             "visible": visible,
+            "memory_policy": policies or None,
+            "opened": _opened(members),
             "others": others,
         },
         "expected": {
@@ -781,13 +786,15 @@ def verify(planned_profile: Facts | None, look: Facts, profile_name: str, guest:
             "numa_nodes": expected_nodes,
             "cpus": (planned_profile or {}).get("cpus"),
             "numa": (planned_profile or {}).get("numa") or "local",
+            "visible": _visible_text(planned_profile),
+            "memory_policy": _policy_text(planned_profile),
         },
         "message": "",
     }
     unit = "specrig-sglang@%s.service" % profile_name
-    status, message = _judge(row, planned_profile, processes, seen_gpus, seen_nodes, gpus, look, unit)
+    status, message = _judge(row, planned_profile, processes, members, gpus, look, unit)
     if others and status != "fail":
-        message += "; also on these GPUs: pid %s of somebody else" % ", ".join(str(pid) for pid in others)
+        message += "; also on these GPUs: %s of somebody else" % ", ".join(_stranger(strangers[pid]) for pid in others)
     row["status"], row["message"] = status, "%s: %s" % (profile_name, message)
     return row
 
@@ -803,12 +810,83 @@ def misplaced(plan: Facts, look: Facts, guest: str | None = None) -> dict[str, s
     return found
 
 
+def _stranger(process: Facts) -> str:
+    about = [process.get("name") or "name unknown"]
+    if process.get("guest"):
+        about.append("guest %s" % process["guest"])
+    if process.get("memory_mib") is not None:
+        about.append("%d MiB" % process["memory_mib"])
+    return "pid %d (%s)" % (process["pid"], ", ".join(about))
+
+
+def _opened(members: list[Facts]) -> list[int] | None:
+    """Return the GPUs whose nodes a unit's processes hold open, or None where no process's descriptors can be read."""
+    told = [set(e["held"]) for e in members if e.get("held") is not None]
+    return sorted(set().union(*told)) if told else None
+
+
+def _visible_text(planned: Facts | None) -> str | None:
+    """Return CUDA_VISIBLE_DEVICES as planned, or None where nothing is."""
+    listed = (planned or {}).get("guest_gpus")
+    return ",".join(str(index) for index in listed) if listed else None
+
+
+def _policy_text(planned: Facts | None) -> str | None:
+    """Return the memory policy as planned, in the words of numa_maps, or None where none is set."""
+    if not planned or planned.get("memory_policy") is not True or not planned.get("memory_nodes"):
+        return None
+    return "bind:" + cpulist.format(planned["memory_nodes"])
+
+
+def _inferred(
+    row: Facts, members: list[Facts], gpus: dict[int, Facts], unlisted: str, plan_text: str, unit: str
+) -> tuple[tuple[str, str] | None, list[int], str]:
+    """Return (verdict, GPUs, words) of a unit of which nvidia-smi lists no process, from what its processes hold.
+
+    A process can be on no GPU whose node it has not opened, and on none that CUDA_VISIBLE_DEVICES hides from it. So
+    open nodes that are exactly the planned ones prove the place; where more are open, the variable does, together with
+    the memory that is in use on each planned GPU.
+    """
+    expected = sorted(row["expected"]["gpus"])
+    opened = row["seen"]["opened"]
+    holders = [e for e in members if e.get("held")]
+    idle = [i for i in expected if (gpus.get(i, {}).get("memory_used_mib") or 0) < _IDLE_MIB]
+    unread = [e for e in holders if e.get("visible") is None]
+    status, words = "unknown", ""
+    if opened is None:
+        words = "what its processes hold open can't be read; %s; %s" % (unlisted, plan_text)
+    elif not opened:
+        status, words = "fail", "none of its processes has opened a GPU, %s; is %s running?" % (plan_text, unit)
+    elif _wrong_visible(row):
+        status, words = "fail", "%s; stop %s and start it by recover.yml" % (_wrong_visible(row), unit)
+    elif not set(expected) <= set(opened):
+        status = "fail"
+        words = "its processes hold %s open, %s; stop %s and start it by recover.yml" % (
+            gpus_text(opened),
+            plan_text,
+            unit,
+        )
+    elif opened == expected:
+        return None, expected, " by the nodes that they hold open (%s)" % unlisted
+    elif not unread and not idle:
+        return None, expected, " by CUDA_VISIBLE_DEVICES and the memory in use (%s)" % unlisted
+    else:
+        doubt = "no memory is in use on %s" % gpus_text(idle) if idle else "their environment can't be read"
+        words = "its processes hold %s open and %s; %s; %s" % (gpus_text(opened), doubt, unlisted, plan_text)
+    return (status, words), [], ""
+
+
+def _within(visible: str, row: Facts) -> bool:
+    """Tell whether a CUDA_VISIBLE_DEVICES names planned GPUs only."""
+    wanted = row["expected"]["visible"]
+    return wanted is None or set(visible.replace(" ", "").split(",")) <= set(wanted.split(","))
+
+
 def _judge(
     row: Facts,
     planned: Facts | None,
     processes: list[Facts],
-    seen_gpus: list[int],
-    seen_nodes: list[int | None],
+    members: list[Facts],
     gpus: dict[int, Facts],
     look: Facts,
     unit: str,
@@ -817,26 +895,39 @@ def _judge(
     if not planned or not expected["gpus"]:
         return "fail", "no placement is planned for it; correct the profile (specrig topology shows what is there)"
     plan_text = "planned %s (%s)" % (gpus_text(expected["gpus"]), nodes_text(expected["numa_nodes"]))
-    reason = (look.get("unknown") or {}).get("processes")
-    if reason:
-        return "unknown", "the host cannot list GPU processes (%s); %s; repair nvidia-smi and look again" % (
-            reason,
+    sliced = [i for i in expected["gpus"] if gpus.get(i, {}).get("mig")]
+    if sliced:
+        return "unknown", "%s in MIG mode, where processes belong to instances and not to GPUs; %s" % (
+            gpus_text(sliced) + (" is" if len(sliced) == 1 else " are"),
             plan_text,
         )
-    if not processes:
-        used = [i for i in expected["gpus"] if (gpus.get(i, {}).get("memory_used_mib") or 0) >= _IDLE_MIB]
-        unlisted = [i for i in used if not any(p.get("gpu_index") == i for p in look.get("processes") or [])]
-        if unlisted:
-            return "unknown", (
-                "memory is in use on %s but the host lists no process there; %s; "
-                "look for orphans with fuser -v /dev/nvidia*" % (gpus_text(unlisted), plan_text)
+    reason = (look.get("unknown") or {}).get("processes")
+    seen_gpus, seen_nodes, by = row["seen"]["gpus"], row["seen"]["numa_nodes"], ""
+    if reason or not processes:
+        verdict = None
+        if members:
+            unlisted = "nvidia-smi lists none of its processes"
+            if reason:
+                unlisted = "the host cannot list GPU processes: %s" % reason
+            verdict, seen_gpus, by = _inferred(row, members, gpus, unlisted, plan_text, unit)
+        elif reason:
+            verdict = (
+                "unknown",
+                "the host cannot list GPU processes (%s); %s; repair nvidia-smi and look again" % (reason, plan_text),
             )
-        return "fail", "none of its processes is on any GPU, %s; is %s running?" % (plan_text, unit)
+        else:
+            verdict = _nothing(row, gpus, look, plan_text, unit)
+        if verdict:
+            return verdict
+        there = [gpu_node(gpus[i], look) if i in gpus else None for i in seen_gpus]
+        seen_nodes = sorted({n for n in there if n is not None}) + ([None] if None in there else [])
+        row["seen"].update(gpus=seen_gpus, numa_nodes=seen_nodes)
     if any(p.get("gpu_index") is None for p in processes):
         return "unknown", "the GPU of some of its processes is not known; %s; run specrig topology" % plan_text
     seen_text = "ranks run on %s (%s)" % (gpus_text(seen_gpus), nodes_text(seen_nodes))
     if row["seen"]["visible"]:
         seen_text += " with CUDA_VISIBLE_DEVICES=%s" % " and ".join(row["seen"]["visible"])
+    seen_text += by
     if seen_gpus != sorted(expected["gpus"]):
         crossing = ""
         if len(seen_nodes) > 1 and expected["numa"] != "span":
@@ -847,10 +938,58 @@ def _judge(
     known = [n for n in seen_nodes if n is not None]
     if [n for n in expected["numa_nodes"] if n is not None] != known and expected["numa_nodes"]:
         return "fail", "%s, %s; the topology has changed: plan it again by recover.yml" % (seen_text, plan_text)
-    wrong = _wrong_cpus(row, planned, known, look)
+    wrong = _wrong_cpus(row, planned, known, look) or _wrong_memory(row, planned, members) or _wrong_visible(row)
     if wrong:
         return "fail", "%s as planned, but %s; start %s by recover.yml" % (seen_text, wrong, unit)
     return "pass", "%s as planned" % seen_text
+
+
+def _nothing(row: Facts, gpus: dict[int, Facts], look: Facts, plan_text: str, unit: str) -> tuple[str, str]:
+    """Return the verdict on a profile of which neither nvidia-smi nor /proc shows a process."""
+    expected = row["expected"]["gpus"]
+    used = [i for i in expected if (gpus.get(i, {}).get("memory_used_mib") or 0) >= _IDLE_MIB]
+    unlisted = [i for i in used if not any(p.get("gpu_index") == i for p in look.get("processes") or [])]
+    if unlisted:
+        return "unknown", (
+            "memory is in use on %s but the host lists no process there; %s; "
+            "look for orphans with fuser -v /dev/nvidia*" % (gpus_text(unlisted), plan_text)
+        )
+    return "fail", "none of its processes is on any GPU, %s; is %s running?" % (plan_text, unit)
+
+
+def _wrong_memory(row: Facts, planned: Facts, members: list[Facts]) -> str | None:
+    """Return what is wrong with the memory policy of the running processes, or None; unread is not wrong."""
+    wanted = row["expected"]["memory_policy"]
+    if wanted is None:
+        return None
+    nodes = set(planned["memory_nodes"])
+    for one in members:
+        allowed = one.get("mems_allowed")
+        if allowed and not nodes <= set(cpulist.parse(allowed)):
+            return "pid %s may take memory of node %s only, planned %s (a cpuset of the guest?)" % (
+                one["pid"],
+                allowed,
+                wanted,
+            )
+        words = one.get("memory_policy")
+        if not words:
+            continue
+        bound = [word for word in words if ":" in word]
+        away = [word for word in bound if not set(cpulist.parse(word.rpartition(":")[2])) <= nodes]
+        if away or not bound:
+            return "pid %s has the memory policy %s, planned %s" % (one["pid"], ", ".join(away or words), wanted)
+    return None
+
+
+def _wrong_visible(row: Facts) -> str | None:
+    """Return what is wrong with the environment of the running processes, or None."""
+    for text in row["seen"]["visible"]:
+        if not _within(text, row):
+            return "CUDA_VISIBLE_DEVICES is %s, planned %s: an environment of before" % (
+                text,
+                row["expected"]["visible"],
+            )
+    return None
 
 
 def _wrong_cpus(row: Facts, planned: Facts, known_nodes: list[int], look: Facts) -> str | None:

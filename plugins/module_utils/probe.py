@@ -19,7 +19,7 @@ import tempfile
 import time
 from typing import Any, Iterable, Sequence
 
-from . import gpusettings, pci, placement, smi
+from . import engineprocs, gpusettings, pci, placement, smi
 
 GPU_FIELDS = (
     "index,uuid,pci.bus_id,name,memory.total,memory.used",
@@ -419,6 +419,7 @@ def gather(timeout_s: float = 5.0, guests: Sequence[str] | None = None) -> dict[
         "memory_policy": policies,
         "processes": processes,
         "units": _units(),
+        "engines": engineprocs.gather(),
         "guests": guest_rows,
         "mounts": _tmpfs(mounts),
         "library_version": libraries[0] if len(libraries) == 1 else None,

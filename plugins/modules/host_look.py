@@ -45,7 +45,7 @@ RETURN = r"""
 look:
   description:
     - The facts, schema 1. Keys are schema, simulated, driver, majors, major_names, nodes, gpus, links, p2p, pci, numa,
-      processes, units, guests, mounts, kernel, problems, notes, unknown, seconds.
+      processes, units, engines, guests, mounts, kernel, problems, notes, unknown, seconds.
     - What could not be read is null, and C(unknown) has the reason.
   type: dict
   returned: always

@@ -34,6 +34,11 @@ options:
     type: list
     elements: dict
     default: []
+  ports:
+    description: Ports of the profiles; a stranger on one of them is named.
+    type: list
+    elements: int
+    default: []
   python:
     description: The interpreter that has the package.
     type: path
@@ -79,7 +84,7 @@ import threading
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ..module_utils import serverinfo, serving
+from ..module_utils import engineprocs, orphans, serverinfo, serving
 
 
 def kind_of(path):
@@ -231,6 +236,11 @@ def with_environments(cases):
     return [dict(case, env=seen.get(case["profile"])) for case in cases]
 
 
+def orphan_row(params, entry):
+    found = orphans.find(engineprocs.gather(), engineprocs.units(), {"uid": entry.pw_uid})
+    return orphans.gate(found, params["ports"], {entry.pw_uid: entry.pw_name, 0: "root"})
+
+
 def demote(entry):
     def change():
         if os.geteuid() == 0:
@@ -277,6 +287,7 @@ def main():
             "simulated": {"type": "bool", "default": False},
             "models": {"type": "dict", "default": {}},
             "cases": {"type": "list", "elements": "dict", "default": []},
+            "ports": {"type": "list", "elements": "int", "default": []},
             "python": {"type": "path", "default": "/opt/specrig/venv/bin/python"},
             "timeout_s": {"type": "int", "default": 900},
         },
@@ -294,6 +305,7 @@ def main():
     # Forking for the device probe comes first: a fork beside running threads is not safe.
     rows = device_rows(params, entry)
     sender.start()
+    rows.append(orphan_row(params, entry))
     rows += [model_row(name, params["models"][name]) for name in sorted(params["models"])]
     sender.join()
     module.exit_json(changed=False, rows=rows + smoke)

@@ -120,8 +120,8 @@ def test_the_recorded_box(raw):
 
 
 TOP = (
-    "driver gpus guests kernel links major_names majors mounts nodes notes numa p2p pci problems processes schema "
-    "seconds simulated units unknown"
+    "driver engines gpus guests kernel links major_names majors mounts nodes notes numa p2p pci problems processes "
+    "schema seconds simulated units unknown"
 )
 GPU = (
     "bus_id clock_lock_mhz clock_max_mhz clock_sm_mhz healthy index memory_total_mib memory_used_mib mig minor name "

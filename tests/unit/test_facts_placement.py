@@ -373,7 +373,7 @@ def test_no_gpu_twice_unless_shared_on_purpose():
     # The gate knows a partner from a stranger.
     processes = [rank(10, 0, "chat"), rank(11, 1, "chat"), rank(12, 0, "embed"), rank(13, 0, None)]
     message = placement.verify(rows["chat"], host(TARGET, processes=processes), "chat")["message"]
-    assert message.endswith("also on these GPUs: pid 13 of somebody else")
+    assert message.endswith("also on these GPUs: pid 13 (sglang::scheduler_TP3) of somebody else")
 
 
 @pytest.mark.parametrize(
