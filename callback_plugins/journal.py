@@ -238,7 +238,7 @@ class CallbackModule(CallbackBase):
             task = one_line(result.task_name, 200)
             parts = [] if hidden else [data, *(row for row in data.get("results") or [] if isinstance(row, dict))]
             told = self._collect(parts, host)
-            where = (data.get("_ansible_delegated_vars") or {}).get("ansible_delegated_host") or host
+            where = str(getattr(result.task, "delegate_to", None) or host)
             for part in parts:
                 self._note_beside(part, where)
             if outcome == "ok":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -263,3 +264,72 @@ def test_an_interrupt_ends_the_play_and_leaves_no_process(
     while left := {pid for pid in started if alive(pid)}:
         assert time.monotonic() < deadline, [runner._command(pid) for pid in left]
         time.sleep(0.05)
+
+
+# what is shown
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def events(*lines: str) -> list[dict[str, str]]:
+    return [{"event": "verbose", "stdout": line} for line in lines]
+
+
+PROGRESS = ["  model Big: 1.0 of 9.0 GB, 1.0 GB/s, 8 s left", "  model Big: 4.0 of 9.0 GB, 1.0 GB/s, 5 s left"]
+
+
+def test_a_pipe_gets_plain_lines_and_all_of_them() -> None:
+    out = io.StringIO()
+    screen = runner.Screen(out)
+    for event in [
+        {"event": "playbook_on_play_start", "stdout": "\r\nPLAY [A play] ****"},
+        {"event": "playbook_on_task_start", "stdout": ""},
+        *events(*PROGRESS, "", "done\r"),
+        {"event": "EOF"},
+    ]:
+        screen.show(event)
+    screen.end()
+    assert out.getvalue() == "\nPLAY [A play] ****\n" + "\n".join(PROGRESS) + "\n\ndone\n"
+
+
+def test_a_terminal_shows_the_last_line_of_progress_only() -> None:
+    out = Terminal()
+    screen = runner.Screen(out, columns=80)
+    for event in events("first", *PROGRESS, "last"):
+        screen.show(event)
+    assert out.getvalue() == f"first\n\r\x1b[K{PROGRESS[0]}\r\x1b[K{PROGRESS[1]}\r\x1b[Klast\n"
+
+
+def test_a_line_that_would_not_fit_is_cut_and_an_interrupt_leaves_a_whole_line() -> None:
+    out = Terminal()
+    screen = runner.Screen(out, columns=21)
+    screen.show(events(PROGRESS[0])[0])
+    screen.end()
+    screen.end()
+    assert out.getvalue() == "\r\x1b[K  model Big: 1.0 of…\n"
+
+
+def test_lines_come_out_as_they_are_printed(root: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    result = runner.run_playbook("tiny", here, {"specrig_reason": "to see"})
+    shown = capfd.readouterr().out
+    assert result.rc == 0
+    assert "\r" not in shown
+    lines = shown.splitlines()
+    assert [line.partition("]")[0] for line in lines if line.startswith(("PLAY [", "TASK ["))] == [
+        "PLAY [A tiny play",
+        "TASK [Change a thing",
+    ]
+    assert "changed: [box]" in lines
+    assert any(line.startswith("tiny.yml: done · changed=1 · ") for line in lines)
+    assert lines[-1].startswith("journal    ")
+
+
+@pytest.mark.parametrize(("terminal", "wanted"), [(True, "1"), (False, "0")])
+def test_progress_comes_more_often_where_it_is_written_over(
+    root: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool, wanted: str
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    assert runner.environment()["SPECRIG_REDRAW"] == wanted
