@@ -49,7 +49,7 @@ class ActionModule(ActionBase):
                 continue
             try:
                 installed[name] = self._install(name, table[name], row, args["shown"], task_vars)
-                changed.append(told(name, table[name], row, installed[name]))
+                changed.append(told(name, row, installed[name]))
             except engines.EngineError as error:
                 problems.append("engine {0}: {1}".format(name, engines.masked(str(error))))
         self._hashes.keep()
@@ -99,13 +99,7 @@ class ActionModule(ActionBase):
             keep=install["keep"],
             cache_root=engines.CACHE_ROOT,
         )
-        return {
-            "id": row["id"],
-            "real": done["real"],
-            "packages": done["packages"],
-            "reused": done["reused"],
-            "removed": done["removed"],
-        }
+        return {"id": row["id"], **{key: done[key] for key in ("real", "packages", "requested", "reused", "removed")}}
 
     def _step(self, step, install, facts, files, secrets, scratch):
         """One run of pip in the guest; what has to be made or brought for it is added to the files."""
@@ -231,10 +225,10 @@ def _extras(text):
     return match.group(1) if match else ""
 
 
-def told(name, engine, row, done):
+def told(name, row, done):
     """The line of the end-of-run screen."""
     packages = done["packages"]
-    main = engines.main_package(engine["install"], packages)
+    main = engines.main_package(packages, done["requested"])
     what = "{0} {1}".format(main, packages[main]) if main else "{0} packages".format(len(packages))
     if done["reused"]:
         return "switched engine {0} back to {1}, which {2}.d still had".format(name, what, row["venv"])

@@ -377,18 +377,11 @@ def wheel_fits(name, python, machine):
     return ours and any(part == "any" or part.endswith("_" + machine) for part in platform.split("."))
 
 
-def main_package(install, packages):
-    """The installed distribution that an installation is about: sglang, else what its last step names; or None."""
+def main_package(packages, requested):
+    """The installed distribution that an installation is about: sglang, else what pip was asked for last; or None."""
     if "sglang" in packages:
         return "sglang"
-    for step in reversed(install["steps"]):
-        for row in step["requirements"]:
-            text = row["text"] if row["path"] is None else row["path"].rstrip("/").rsplit("/", 1)[-1]
-            match = re.match(r"[A-Za-z0-9._]+([-_][A-Za-z][A-Za-z0-9._]*)*", text)
-            name = _normal(re.sub(r"\.(git|whl|zip)$", "", match.group(0))) if match else ""
-            if name in packages:
-                return name
-    return None
+    return requested[-1] if requested else None
 
 
 def cache(name, engine_id):
@@ -427,7 +420,8 @@ def resolve(engine, engines, look, package=None, installed=None):
             if about:
                 ready["id"] = about["id"]
                 ready["packages"] = about.get("packages") or {}
-                ready["version"] = ready["packages"].get(main_package(install, ready["packages"]))
+                main = main_package(ready["packages"], about.get("requested") or [])
+                ready["version"] = ready["packages"].get(main)
                 _place(ready, install["venv"], about["real"])
             else:
                 ready["missing"] = "engine {0} is not installed in {1}: run provision.yml".format(name, install["venv"])
@@ -450,7 +444,7 @@ def _seen(look, path):
     # A damaged one may serve all the same: its next start and its readiness tell.
     if not about.get("id") or not about.get("real"):
         return None
-    return {"id": about["id"], "real": about["real"], "packages": about.get("packages") or {}}
+    return {key: about.get(key) for key in ("id", "real", "packages", "requested")}
 
 
 def _place(ready, venv, real):

@@ -451,8 +451,16 @@ def plan_unit(name, profile, placed, settings):
             "packages": engine.get("packages") or {},
         },
         "simulated": engine.get("kind") == "sim",
+        "cpu": engine.get("kind") != "sim" and _on_cpu(argv),
         "time_scale": engine.get("time_scale") if engine.get("kind") == "sim" else None,
     }
+
+
+def _on_cpu(argv):
+    """Whether the engine is told to compute on the CPU; the last word counts."""
+    devices = [word.partition("=")[2] for word in argv if word.startswith("--device=")]
+    devices += [after for word, after in zip(argv, argv[1:]) if word == "--device"]
+    return devices[-1:] == ["cpu"]
 
 
 def summary_row(plan, status, tokens_per_s=None, note=""):
@@ -461,6 +469,8 @@ def summary_row(plan, status, tokens_per_s=None, note=""):
     if plan.get("simulated"):
         scale = plan.get("time_scale")
         notes.append("simulated" if scale in (None, 1, 1.0) else "simulated, time scale {0:g}".format(float(scale)))
+    if plan.get("cpu"):
+        notes.append("CPU engine, not GPU performance")
     if plan.get("numa") == "span":
         notes.append("spans nodes as its profile says")
     if memory_policy_reason(plan):
@@ -579,6 +589,8 @@ def _argv_difference(cmdline, argv):
         if cmdline[offset : offset + 1] == argv[:1]:
             start = offset + 1
             break
+        if tail and cmdline[offset + 1 :] == tail:
+            return "started by {0}, planned {1}".format(cmdline[offset], argv[0])
     seen = cmdline[start:]
     for index in range(max(len(seen), len(tail))):
         have = seen[index] if index < len(seen) else None
@@ -811,8 +823,9 @@ def smoke_cases(profiles, names, settings):
         profiles: ``sglang_server_profiles``.
         names: the profiles to ask.
         settings: ``kind`` (``none``, ``short`` or ``full``), ``shapes`` (profile to a list of ``{prompt_tokens,
-            max_tokens}`` that its workload will send, ``at_once`` of them), ``default_shape``, ``model_root``,
-            ``dialects``, ``engine`` and ``engines`` (as in the inventory), ``timeout_s``, ``api_key``.
+            max_tokens}`` that its workload will send, ``at_least`` to ``at_once`` of them together),
+            ``default_shape``, ``model_root``, ``dialects``, ``engine`` and ``engines`` (as in the inventory),
+            ``timeout_s``, ``api_key``.
 
     Returns:
         A list of ``{profile, url, model, tokenizer, label, prompt_tokens, max_tokens, expect, ...}``: a short one each,
@@ -838,6 +851,7 @@ def smoke_cases(profiles, names, settings):
         shapes = (settings.get("shapes") or {}).get(name) or []
         needs = {
             "concurrency": max([shape.get("at_once") or 0 for shape in shapes], default=0) or None,
+            "least": min([shape.get("at_least") or shape.get("at_once") or 1 for shape in shapes], default=None),
             "max_tokens": max([shape["max_tokens"] for shape in shapes], default=None),
         }
         base = {
@@ -860,6 +874,6 @@ def smoke_cases(profiles, names, settings):
         cases.append(dict(base, label="short", prompt_tokens=None, max_tokens=8))
         if kind == "full":
             for shape in shapes or [settings["default_shape"]]:
-                sent = {key: value for key, value in shape.items() if key != "at_once"}
+                sent = {key: value for key, value in shape.items() if key not in ("at_least", "at_once")}
                 cases.append(dict(base, label="full shape", **sent))
     return cases

@@ -92,6 +92,20 @@ def packages(path):
     return found
 
 
+def requested(path):
+    """The distributions that pip was asked for by name or path, in the order of their installation."""
+    found = []
+    root = os.path.join(path, "lib")
+    for python in sorted(os.listdir(root)) if os.path.isdir(root) else []:
+        folder = os.path.join(root, python, "site-packages")
+        for entry in os.listdir(folder) if os.path.isdir(folder) else []:
+            match = _DIST_INFO.match(entry)
+            marker = os.path.join(folder, entry, "REQUESTED")
+            if match and os.path.isfile(marker):
+                found.append((os.stat(marker).st_mtime_ns, normal(match.group("name"))))
+    return [name for _stamp, name in sorted(found)]
+
+
 def normal(name):
     """A distribution's name as it is compared: lower case, runs of ``-_.`` as one ``-``."""
     return re.sub(r"[-_.]+", "-", name).lower()
@@ -120,6 +134,7 @@ def write_contents(path, **more):
     note = {
         "python": python_version(os.path.join(path, "bin", "python")),
         "packages": packages(path),
+        "requested": requested(path),
         "groups": groups(path),
     }
     note.update(more)
@@ -166,19 +181,21 @@ def damage(path, contents):
 
 
 def look(path):
-    """What an environment is: ``{record, id, damaged, real, packages, wheels}``.
+    """What an environment is: ``{record, id, damaged, real, packages, requested, wheels}``.
 
     ``record`` is None where nothing whole was installed or it is damaged; ``damaged`` says how; ``id`` is the record's
     in either case; ``real`` is the folder behind the path.
     """
     real = os.path.realpath(path)
     record = read_json(os.path.join(real, RECORD))
-    about = {"record": record, "id": None, "damaged": None, "real": None, "packages": {}, "wheels": {}}
+    about = {"record": record, "id": None, "damaged": None, "real": None}
+    about.update(packages={}, requested=[], wheels={})
     if record is None:
         return about
     about["id"], about["real"] = record.get("id"), real
     contents = read_json(os.path.join(real, CONTENTS)) or {}
     about["packages"] = contents.get("packages") or {}
+    about["requested"] = contents.get("requested") or []
     about["wheels"] = contents.get("wheels") or {}
     about["damaged"] = damage(real, contents)
     if about["damaged"]:

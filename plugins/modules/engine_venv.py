@@ -118,6 +118,11 @@ packages:
   description: Name and version of every installed distribution.
   returned: after V(install)
   type: dict
+requested:
+  description: Those that pip was asked for, in the order of their installation.
+  returned: after V(install)
+  type: list
+  elements: str
 removed:
   description: Earlier builds that were removed.
   returned: after V(install)
@@ -474,7 +479,13 @@ def install(params):
         for wheel in params["wheels"]:
             shutil.rmtree(os.path.dirname(stored(params["store"], wheel)), ignore_errors=True)
     after = venvs.look(path)
-    return {"real": target, "packages": after["packages"], "reused": reused, "removed": removed}
+    return {
+        "real": target,
+        "packages": after["packages"],
+        "requested": after["requested"],
+        "reused": reused,
+        "removed": removed,
+    }
 
 
 def prune(params, current, before):

@@ -168,15 +168,7 @@ def test_an_engine_is_installed_offline_from_a_wheelhouse_that_is_handed_over_on
     assert box.env("chat", "SPECRIG_ENGINE") == record["id"]
 
 
-def test_a_second_run_changes_nothing_and_copies_nothing(box: Box) -> None:
-    before = [box.pid(name) for name in ("chat", "agent")]
-    shown = box.right(sglang_server_engine=box.engine())
-    assert "changed=0" in shown
-    assert "go to the guest" not in shown
-    assert [box.pid(name) for name in ("chat", "agent")] == before
-
-
-def test_kernels_outlive_a_restart_in_a_folder_of_the_engine_s_own(box: Box) -> None:
+def test_a_second_run_changes_nothing_and_kernels_outlive_a_restart(box: Box) -> None:
     cache = box.env("chat", "TRITON_CACHE_DIR")
     assert cache
     assert cache.startswith("/var/cache/specrig-kernels/default-")
@@ -185,7 +177,11 @@ def test_kernels_outlive_a_restart_in_a_folder_of_the_engine_s_own(box: Box) -> 
     before = box.lab.guest(f"cat {cache}/kernels.txt", check=True).stdout.split()
     assert set(before) == {"1.0"}
     box.lab.guest("systemctl restart specrig-sglang@chat", check=True)
-    assert "changed=0" in box.right(sglang_server_engine=box.engine())
+    pids = [box.pid(name) for name in ("chat", "agent")]
+    shown = box.right(sglang_server_engine=box.engine())
+    assert "changed=0" in shown
+    assert "go to the guest" not in shown
+    assert [box.pid(name) for name in ("chat", "agent")] == pids
     after = box.lab.guest(f"cat {cache}/kernels.txt", check=True).stdout.split()
     assert after == [*before, "1.0"]
     assert box.lab.guest(f"stat -c %U {cache}/../nv", check=True).stdout.strip() == "specrig"
@@ -212,15 +208,14 @@ def test_an_upgrade_and_the_way_back_switch_whole_environments(box: Box) -> None
 def test_a_failed_installation_leaves_what_serves_as_it_is(box: Box) -> None:
     before = [box.pid(name) for name in ("chat", "agent")]
     link = box.lab.guest(f"readlink {ENGINES}/default", check=True).stdout
-    shown = box.wrong(sglang_server_engine=box.engine("9.9"))
+    # Three that can't work, each for a reason of its own, and all of them told.
+    others = {"old": box.engine(python="python3.99"), "big": box.engine("2.0", space_gb=1e6)}
+    shown = box.wrong(sglang_server_engine=box.engine("9.9"), sglang_server_engines=others)
     assert "engine default: pip, step 2 of 2: ERROR: " in shown
     assert "fakeengine==9.9" in shown
-    assert "what was installed before is untouched" in shown
-    # Two other things that can't work, each with a line of its own.
-    shown = box.wrong(sglang_server_engine=box.engine(python="python3.99"))
-    assert "the guest has no python3.99 that runs, expected Python 3.8 or newer; install one" in shown
-    shown = box.wrong(sglang_server_engine=box.engine("2.0", space_gb=1e6))
+    assert "engine old: the guest has no python3.99 that runs, expected Python 3.8 or newer; install one" in shown
     assert "the installation needs about 1000000.0 GB; free some space" in shown
+    assert "what was installed before is untouched" in shown
     assert [box.pid(name) for name in ("chat", "agent")] == before
     assert box.lab.guest(f"readlink {ENGINES}/default", check=True).stdout == link
     assert len(box.lab.guest(f"ls {ENGINES}/default.d", check=True).stdout.split()) == 2
