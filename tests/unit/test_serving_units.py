@@ -471,9 +471,13 @@ def test_a_running_benchmark_keeps_its_server_unless_production_needs_the_gpus()
         ({"kind": "sim", "time_scale": 0.45}, "simulated, time scale 0.45"),
         ({"kind": "sim"}, "simulated"),
         ({"kind": "sglang", "time_scale": 0.45}, ""),
+        ({"kind": "sglang", "extra_args": ["--device", "cuda"]}, ""),
+        ({"kind": "sglang", "extra_args": ["--device", "cpu"]}, "CPU engine, not GPU performance"),
+        ({"kind": "sglang", "extra_args": ["--device=cpu"]}, "CPU engine, not GPU performance"),
+        ({"kind": "sglang", "extra_args": ["--device", "cpu", "--device", "cuda"]}, ""),
     ],
 )
-def test_a_rate_of_the_simulated_engine_is_never_shown_without_its_time_scale(engine, note):
+def test_a_rate_is_never_shown_without_what_it_was_measured_on(engine, note):
     settings = {"engine": dict(engine, command=["/opt/engine"]), "model_root": "/srv/models", "listen": "127.0.0.1"}
     placed = {"gpus": [0], "guest_gpus": [0], "numa_nodes": [0], "memory_nodes": [0], "memory_policy": True}
     plan = serving.plan_unit(

@@ -111,7 +111,7 @@ def _apt_options() -> list[str]:
     return [line for line in dump.splitlines() if _KEPT_APT.match(line) and not line.endswith('"";')]
 
 
-def _cached(key: str, build: Callable[[Path], None], say: Callable[[str], None], what: str) -> Path:
+def cached(key: str, build: Callable[[Path], None], say: Callable[[str], None], what: str) -> Path:
     """The cached folder of that key, built under a lock if it isn't there yet; it appears whole or not at all."""
     folder = CACHE_ROOT / key
     if folder.is_dir():
@@ -159,7 +159,7 @@ def rootfs(say: Callable[[str], None]) -> Path:
             shutil.rmtree(target, ignore_errors=True)
             raise SpecrigError(f"the lab's rootfs was not built: mmdebstrap says {lines[:1] or 'nothing'}; see {log}")
 
-    return _cached(f"rootfs-{digest}", build, say, "the rootfs with mmdebstrap, a minute")
+    return cached(f"rootfs-{digest}", build, say, "the rootfs with mmdebstrap, a minute")
 
 
 _SPARE_MB = 500
@@ -179,7 +179,7 @@ def model_layer(size_mb: int, say: Callable[[str], None]) -> Path:
             )
         model.build_model(target / "srv" / "models" / model.MODEL_NAME, size_mb)
 
-    return _cached(key, build, say, f"a model folder of {size_mb} MB")
+    return cached(key, build, say, f"a model folder of {size_mb} MB")
 
 
 def pip_cache() -> Path:
