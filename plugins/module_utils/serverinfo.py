@@ -165,7 +165,8 @@ def expected(name, profile, method, engine=None, model_root=None, needs=None, ve
         method: its method, as ``dialects.resolve`` gives it.
         engine: the engine that runs it (``kind``, ``extra_args``, ``env``).
         model_root: folder of the models as the server sees it.
-        needs: ``concurrency`` and ``max_tokens`` of what will be asked; None = not known.
+        needs: of what will be asked: ``concurrency``, the most requests at once, ``least``, the fewest, and
+            ``max_tokens``; None = not known.
         version: the release that the engine is, where that is sure.
 
     Returns:
@@ -197,6 +198,7 @@ def expected(name, profile, method, engine=None, model_root=None, needs=None, ve
         "simulated": engine.get("kind") == "sim" if engine.get("kind") else None,
         "version": version if engine.get("kind") == "sglang" else None,
         "concurrency": (needs or {}).get("concurrency"),
+        "least": (needs or {}).get("least"),
         "max_tokens": (needs or {}).get("max_tokens"),
         "environment": True,
     }
@@ -426,10 +428,18 @@ def _capacity(out, profile, info, models):
         out.add("concurrency", "unknown", None, needed, "how many requests it runs at once")
     elif needed is not None and running < needed:
         of = "" if configured in (UNKNOWN, running) else " (of {0} configured)".format(configured)
-        text = "it runs {0} requests at once{1}, and {2} will be sent: the others queue, unseen in its answers".format(
-            running, of, needed
-        )
-        out.add("concurrency", "fail", running, needed, text)
+        least = profile.get("least")
+        if least is not None and least <= running:
+            # cells that ask for more are left out one by one, by the budget that is asked before each
+            text = "{0} requests at once{1}, so cells that send more, up to {2}, will be left out".format(
+                running, of, needed
+            )
+            out.add("concurrency", "pass", running, needed, text)
+        else:
+            text = "it runs {0} requests at once{1}, and {2} will be sent: the others would queue".format(
+                running, of, needed
+            )
+            out.add("concurrency", "fail", running, needed, text)
     elif running is not UNKNOWN:
         less = configured is not UNKNOWN and running < configured
         text = "{0} requests at once{1}".format(running, " of {0} configured".format(configured) if less else "")

@@ -169,6 +169,14 @@ class TestConcurrency:
         assert (row["status"], row["seen"]) == (status, 9)
         assert "of 48 configured" in row["message"]
 
+    def test_a_sweep_goes_on_with_the_cells_that_fit(self, told: dict[str, Any]) -> None:
+        rows = compare(told, expect(needs={"concurrency": 64, "least": 1}))
+        (row,) = [row for row in rows if row["check"] == "concurrency"]
+        assert row["status"] == "pass"
+        assert row["message"] == (
+            "9 requests at once (of 48 configured), so cells that send more, up to 64, will be left out"
+        )
+
     def test_each_replica_has_its_own(self, told: dict[str, Any]) -> None:
         told["info"]["dp_size"] = 2
         assert serverinfo.effective_running(told["info"]) == 18
@@ -347,18 +355,23 @@ def test_the_simulated_engine_tells_what_a_profile_of_it_expects(tmp_path: Path,
 def test_the_cases_of_a_profile_say_what_its_server_has_to_tell() -> None:
     profiles = {"tp4": {**DFLASH, "engine": "old", "env": {"SGLANG_MAX_NEW_TOKENS_LIMIT": "9000"}}}
     engines = {"old": {"kind": "sglang", "install": {"requirements": ["sglang==0.5.22"]}}}
-    shapes = {"tp4": [{"prompt_tokens": 100, "max_tokens": 64, "at_once": 8}, {"prompt_tokens": 9, "max_tokens": 128}]}
+    shapes = {
+        "tp4": [
+            {"prompt_tokens": 100, "max_tokens": 64, "at_once": 8, "at_least": 2},
+            {"prompt_tokens": 9, "max_tokens": 128},
+        ]
+    }
     settings = {"kind": "full", "shapes": shapes, "model_root": "/srv/models/", "engine": REAL, "engines": engines}
     cases = serving.smoke_cases(profiles, ["tp4"], settings)
     assert [case["max_tokens"] for case in cases] == [8, 64, 128]
-    assert all("at_once" not in case for case in cases)
+    assert not any("at_once" in case or "at_least" in case for case in cases)
     wanted = cases[0]["expect"]
     assert (wanted["model_path"], wanted["version"], wanted["algorithm"]) == (
         "/srv/models/Qwen3.6-27B",
         "0.5.22",
         "DFLASH",
     )
-    assert (wanted["concurrency"], wanted["max_tokens"]) == (8, 128)
+    assert (wanted["concurrency"], wanted["least"], wanted["max_tokens"]) == (8, 1, 128)
     assert wanted["intended_env"] == {"SGLANG_MAX_NEW_TOKENS_LIMIT": "9000"}
     profiles["tp4"]["engine"] = "olt"
     with pytest.raises(

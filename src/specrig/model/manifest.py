@@ -20,13 +20,21 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LaunchRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A launch as it happened; `t0_unix` is the clock origin of its records."""
+    """A launch as it happened; `t0_unix` is the clock origin of its records.
+
+    `server_info`, `models` and `model_info` are what the server said of itself, as it said it (without its keys);
+    `server_info_summary` the values that matter by one name each, whatever the server's version calls them, with the
+    names of what it did not tell under `unknown`.
+    """
 
     launch: int
     profile: str | None = None
     block: int = 0
     t0_unix: float | None = None
     server_info: dict[str, Any] | None = None
+    models: list[dict[str, Any]] = []
+    model_info: dict[str, Any] | None = None
+    server_info_summary: dict[str, Any] | None = None
     gates: list[dict[str, Any]] = []
 
 

@@ -158,15 +158,23 @@ def _launch(launch: Launch, done: set[tuple[str, int]]) -> dict[str, Any]:
 
 
 def _shapes(cells: Sequence[Cell]) -> dict[str, list[dict[str, int]]]:
-    """The largest request of each profile, for its full-shape smoke test."""
+    """The largest request of each profile, for its full-shape smoke test, and how many will be sent at once."""
     largest: dict[str, dict[str, int]] = {}
+    at_once: dict[str, list[int]] = {}
     for cell in cells:
-        if cell.profile is None or cell.prompt_tokens is None:
+        if cell.profile is None:
+            continue
+        at_once.setdefault(cell.profile, []).append(cell.concurrency or 1)
+        if cell.prompt_tokens is None:
             continue
         shape = {"prompt_tokens": cell.prompt_tokens, "max_tokens": cell.output_tokens}
         if sum(shape.values()) > sum(largest.get(cell.profile, {}).values()):
             largest[cell.profile] = shape
-    return {cell.profile: [largest[cell.profile]] for cell in cells if cell.profile in largest}
+    return {
+        name: [{**largest[name], "at_once": max(counts), "at_least": min(counts)}]
+        for name, counts in at_once.items()
+        if name in largest
+    }
 
 
 def _new_folder(runs: Path, name: str) -> Path:

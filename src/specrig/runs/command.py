@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import os
 import shutil
 import sys
@@ -53,6 +54,7 @@ def _load(args: argparse.Namespace, control: EngineClient) -> int:
     tokenizer = tokenizers.load(args.tokenizer)
     folder = Path(args.out)
     info, limits = _ask(control)
+    models, model_info = _ask_more(control)
     if is_run_folder(folder):
         opened = RunFolder.open(folder)
         cells = cells_of(opened)
@@ -105,6 +107,8 @@ def _load(args: argparse.Namespace, control: EngineClient) -> int:
             ca_file=args.ca_file,
             limits=limits,
             info=info,
+            models=models,
+            model_info=model_info,
             keep_text=args.keep_text,
         )
         number: int | None = None
@@ -154,6 +158,17 @@ def _ask(control: EngineClient) -> tuple[dict[str, Any] | None, Limits | None]:
         return info, from_server(control)
     except SpecrigError:
         return info, None
+
+
+def _ask_more(control: EngineClient) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    """The rows of ``/v1/models`` and ``/model_info``, for the manifest; nothing where the server has none."""
+    models: list[dict[str, Any]] = []
+    with contextlib.suppress(EngineError):
+        models = control.models()
+    try:
+        return models, control.model_info()
+    except EngineError:
+        return models, None
 
 
 def _choose(cells: Sequence[Cell], args: argparse.Namespace) -> list[Cell]:

@@ -24,6 +24,7 @@ import msgspec
 
 from specrig import __version__
 from specrig.errors import GateError, UsageError
+from specrig.facts import serverinfo
 from specrig.load.cell import Context, Control, connections, run_cell
 from specrig.load.checks import asked_for, verdict
 from specrig.load.stream import StreamClient, Timeouts, clock
@@ -50,6 +51,7 @@ class Job:
         base: the folder that a sweep's .jsonl prompts are relative to.
         limits: what the server can take; null = not checked.
         info: the server's own report, null where it has none.
+        models, model_info: what else it says of itself: the rows of /v1/models, and /model_info where it has that.
     """
 
     url: str
@@ -65,6 +67,8 @@ class Job:
     ca_file: str | None = None
     limits: Limits | None = None
     info: dict[str, Any] | None = None
+    models: Sequence[dict[str, Any]] = ()
+    model_info: dict[str, Any] | None = None
     keep_text: bool = False
 
 
@@ -201,13 +205,37 @@ def _enter_launch(run: RunFolder, job: Job) -> float:
         if isinstance(entry.get("t0_unix"), int | float):
             origin = float(entry["t0_unix"])
         entry.pop("noted", None)  # whoever started it has to see this end, too
-        entry.update(profile=job.profile, block=job.block, t0_unix=origin, server_info=job.info)
+        entry.update(
+            profile=job.profile,
+            block=job.block,
+            t0_unix=origin,
+            server_info=job.info,
+            models=list(job.models),
+            model_info=job.model_info,
+            server_info_summary=serverinfo.summary(job.info, list(job.models), job.model_info),
+        )
+        note_unlike(manifest)
         manifest["engine"] = engine_facts(job.info)
         manifest["label"] = "running"
 
     run.update_manifest(change)
     run.journal({"event": "launch", "launch": job.launch, "profile": job.profile, "outcome": "ok", "message": job.url})
     return origin
+
+
+def note_unlike(manifest: dict[str, Any]) -> None:
+    """Give each launch its rows of the gate ``like-for-like``: what its server differs in from the baseline's.
+
+    With every launch that starts, the baseline may be another one; so all rows are made again.
+
+    Args:
+        manifest: the run's; its launches are changed.
+    """
+    launches = manifest.get("launches", [])
+    rows = serverinfo.unlike(launches)
+    for entry in launches:
+        kept = [gate for gate in entry.get("gates", []) if gate.get("gate") != serverinfo.ALIKE]
+        entry["gates"] = kept + [row for row in rows if row["launch"] == entry.get("launch")]
 
 
 @contextlib.contextmanager
