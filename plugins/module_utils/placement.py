@@ -839,7 +839,7 @@ def _policy_text(planned: Facts | None) -> str | None:
 
 
 def _inferred(
-    row: Facts, members: list[Facts], gpus: dict[int, Facts], unlisted: str, plan_text: str, unit: str
+    row: Facts, members: list[Facts], gpus: dict[int, Facts], plan_text: str, unit: str
 ) -> tuple[tuple[str, str] | None, list[int], str]:
     """Return (verdict, GPUs, words) of a unit of which nvidia-smi lists no process, from what its processes hold.
 
@@ -852,6 +852,7 @@ def _inferred(
     holders = [e for e in members if e.get("held")]
     idle = [i for i in expected if (gpus.get(i, {}).get("memory_used_mib") or 0) < _IDLE_MIB]
     unread = [e for e in holders if e.get("visible") is None]
+    unlisted = "nvidia-smi lists none of its processes"
     status, words = "unknown", ""
     if opened is None:
         words = "what its processes hold open can't be read; %s; %s" % (unlisted, plan_text)
@@ -867,9 +868,9 @@ def _inferred(
             unit,
         )
     elif opened == expected:
-        return None, expected, " by the nodes that they hold open (%s)" % unlisted
+        return None, expected, " by the nodes that they hold open"
     elif not unread and not idle:
-        return None, expected, " by CUDA_VISIBLE_DEVICES and the memory in use (%s)" % unlisted
+        return None, expected, " by CUDA_VISIBLE_DEVICES and the memory in use"
     else:
         doubt = "no memory is in use on %s" % gpus_text(idle) if idle else "their environment can't be read"
         words = "its processes hold %s open and %s; %s; %s" % (gpus_text(opened), doubt, unlisted, plan_text)
@@ -904,24 +905,25 @@ def _judge(
     reason = (look.get("unknown") or {}).get("processes")
     seen_gpus, seen_nodes, by = row["seen"]["gpus"], row["seen"]["numa_nodes"], ""
     if reason or not processes:
-        verdict = None
+        verdict: tuple[str, str] | None = None
         if members:
-            unlisted = "nvidia-smi lists none of its processes"
-            if reason:
-                unlisted = "the host cannot list GPU processes: %s" % reason
-            verdict, seen_gpus, by = _inferred(row, members, gpus, unlisted, plan_text, unit)
-        elif reason:
+            verdict, seen_gpus, by = _inferred(row, members, gpus, plan_text, unit)
+        elif not reason:
+            verdict = _nothing(row, gpus, look, plan_text, unit)
+        if reason and (verdict is None or verdict[0] != "fail"):
+            # A tool that fails is a fault of its own, whatever else shows the place.
+            told = "ranks seem to run on %s%s" % (gpus_text(seen_gpus), by) if by else "nothing else tells it either"
             verdict = (
                 "unknown",
-                "the host cannot list GPU processes (%s); %s; repair nvidia-smi and look again" % (reason, plan_text),
+                "the host cannot list GPU processes (%s); %s, %s; repair nvidia-smi and look again"
+                % (reason, told, plan_text),
             )
-        else:
-            verdict = _nothing(row, gpus, look, plan_text, unit)
         if verdict:
             return verdict
         there = [gpu_node(gpus[i], look) if i in gpus else None for i in seen_gpus]
         seen_nodes = sorted({n for n in there if n is not None}) + ([None] if None in there else [])
         row["seen"].update(gpus=seen_gpus, numa_nodes=seen_nodes)
+        by += " (nvidia-smi lists none of its processes)"
     if any(p.get("gpu_index") is None for p in processes):
         return "unknown", "the GPU of some of its processes is not known; %s; run specrig topology" % plan_text
     seen_text = "ranks run on %s (%s)" % (gpus_text(seen_gpus), nodes_text(seen_nodes))

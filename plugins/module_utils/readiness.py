@@ -98,6 +98,16 @@ def ended(unit, state, asked, seen_restarts=None, holder=None):
     return text
 
 
+def failed_text(unit):
+    """How a unit came to be failed, from a row of serving_look: ``exited with status 1, 4 starts``."""
+    state = {"Result": unit.get("result"), "ExecMainCode": unit.get("exit_code")}
+    text = end_text(dict(state, ExecMainStatus=unit.get("exit_status")))
+    restarts = unit.get("restarts") or 0
+    if restarts:
+        text += "; it was started {0} times and its restart limit is reached".format(restarts + 1)
+    return text
+
+
 def holder_text(holders):
     """Whoever holds a port: ``pid 812 (python3 -m http.server, user root, squatter.service)``."""
     shown = []

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 
-from . import cpulist, dialects, engineflags, engines, serverinfo
+from . import cpulist, dialects, engineflags, engines, readiness, serverinfo
 
 UNIT_PREFIX = "specrig-sglang@"
 TEMPLATE_NAME = UNIT_PREFIX + ".service"
@@ -672,7 +672,7 @@ def decide(plan, unit, process, want_running):
     if active == "activating":
         return "restart", ["it ended and waits for its automatic restart"], []
     if active == "failed":
-        return "start", ["it has failed ({0})".format((unit or {}).get("result") or "no result")], []
+        return "start", ["it has failed: " + readiness.failed_text(unit or {})], []
     return "start", ["it is not running"], []
 
 

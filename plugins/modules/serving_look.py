@@ -66,7 +66,7 @@ from ..module_utils import cpulist, engineprocs, orphans, serving, venvs
 
 PROPERTIES = (
     "Id,LoadState,ActiveState,SubState,MainPID,UnitFileState,Result,NRestarts,NeedDaemonReload,DropInPaths,"
-    "ControlGroup,ExecMainStatus,FragmentPath"
+    "ControlGroup,ExecMainStatus,ExecMainCode,FragmentPath"
 )
 
 
@@ -137,6 +137,7 @@ def units_of(names):
                 "enabled": fields.get("UnitFileState") or None,
                 "result": fields.get("Result"),
                 "restarts": int(fields.get("NRestarts") or 0),
+                "exit_code": int(fields.get("ExecMainCode") or 0),
                 "exit_status": int(fields.get("ExecMainStatus") or 0),
                 "need_reload": fields.get("NeedDaemonReload") == "yes",
                 "dropins": fields.get("DropInPaths", "").split(),

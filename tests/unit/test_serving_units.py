@@ -395,6 +395,14 @@ def test_what_is_done_with_a_unit(unit, wanted, action):
     assert serving.decide(planned(), unit, None, wanted)[0] == action
 
 
+def test_how_a_server_failed_is_told():
+    unit = {"active": "failed", "result": "exit-code", "exit_code": 1, "exit_status": 1, "restarts": 3}
+    _action, reasons, _unknown = serving.decide(planned(), unit, None, True)
+    assert reasons == ["it has failed: exited with status 1; it was started 4 times and its restart limit is reached"]
+    oom = {"active": "failed", "result": "oom-kill", "exit_code": 2, "exit_status": 9, "restarts": 0}
+    assert "the kernel killed it for want of memory (OOM)" in serving.decide(planned(), oom, None, True)[1][0]
+
+
 def test_somebody_else_s_drop_in_is_told_from_a_harmless_one():
     text = "[Unit]\nDescription=x\n[Service]\n# Environment=A=1\nNice=5\nEnvironment=CUDA_VISIBLE_DEVICES=1,2,3,4,5\n"
     found = serving.foreign_directives(text)
