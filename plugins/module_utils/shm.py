@@ -223,8 +223,8 @@ def look(skip=None, proc="/proc"):
 
     Returns:
         dict: ``places`` [{guest, init_pid, segments [{kind: file|sysv, name, path, shmid, bytes, uid, age_s, dead}],
-        bytes}], each with at least LEAST_BYTES; ``unasked``: how many processes could not be asked, None where there
-        was nothing to ask about. With any, no file is called leaked.
+        bytes, unasked}], each with at least LEAST_BYTES; ``unasked``: how many processes could not be asked, None
+        where there was nothing to ask about. With any, no maker of a file counts as dead.
     """
     now, left_out = time.time(), skip or {}
     rows = processes(proc)
@@ -257,10 +257,16 @@ def look(skip=None, proc="/proc"):
     for guest, pid in places.items():
         living = [row for row in rows if (row["guest"] or "") == guest]
         segments = []
-        for row in worth.get(guest, []) if not unasked else []:
+        for row in worth.get(guest, []):
             if (row["device"], row["inode"]) not in used and row["bytes"]:
                 segments.append(
-                    dict(row, kind="file", shmid=None, age_s=now - row["mtime"], dead=maker_is_dead(row, living))
+                    dict(
+                        row,
+                        kind="file",
+                        shmid=None,
+                        age_s=now - row["mtime"],
+                        dead=not unasked and maker_is_dead(row, living),
+                    )
                 )
         for row in sysv_of(pid) or []:
             if row["nattch"] == 0 and row["bytes"] and now - row["mtime"] >= LEAST_AGE_S:
@@ -277,7 +283,9 @@ def look(skip=None, proc="/proc"):
         total = sum(row["bytes"] for row in segments)
         if total >= LEAST_BYTES:
             segments.sort(key=lambda row: -row["bytes"])
-            found.append({"guest": guest, "init_pid": pid, "segments": segments, "bytes": total})
+            found.append(
+                {"guest": guest, "init_pid": pid, "segments": segments, "bytes": total, "unasked": unasked or 0}
+            )
     return {"places": found, "unasked": unasked}
 
 
@@ -341,8 +349,10 @@ def describe(place, owner_of, pve=False):
     inside = "" if not place["guest"] else ("pct exec %s -- " if pve else "lxc-attach -n %s -- ") % place["guest"]
     first = place["segments"][0]
     how = "ipcrm -m %d" % first["shmid"] if first["kind"] == "sysv" else "rm %s" % first["path"]
-    return "%s in shared memory that no process maps or holds open: %s; remove with '%s%s' what nobody needs" % (
+    doubt = ", as far as can be told (%d processes could not be asked)" % place["unasked"] if place["unasked"] else ""
+    return "%s in shared memory that no process maps or holds open%s: %s; remove with '%s%s' what nobody needs" % (
         memory.amount(place["bytes"]),
+        doubt,
         ", ".join(listed),
         inside,
         how,

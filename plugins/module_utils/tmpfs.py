@@ -85,7 +85,7 @@ def wanted(params, facts):
         key = word.split("=", 1)[0].strip()
         if key in OWN:
             raise TmpfsError("model_store_options has %s; set %s instead" % (word, OWN[key]))
-        if not re.match(r"^[A-Za-z_]+(=[^\s\"'%]*)?$", word):
+        if not re.match(r"^[a-z_]+(=[A-Za-z0-9_.:/+-]*)?$", word):
             raise TmpfsError("model_store_options has %r; expected mount options such as nosuid or mode=0755" % word)
     try:
         memory.parse_size(params["size"], facts.get("memory"))

@@ -79,6 +79,7 @@ ARC = "/proc/spl/kstat/zfs/arcstats"
 NODE = "/sys/devices/system/node/node%d/meminfo"
 PVE_CONFIG = "/etc/pve/lxc/%s.conf"
 # The control group that holds a guest: what is below it is the guest's own affair.
+_GUEST_TOP = re.compile(r"^.*?/(?:lxc\.payload\.[^/]+|lxc/[^/]+)$")
 _GUEST_GROUP = re.compile(r"^.*?/(?:lxc\.payload\.[^/]+|lxc/[^/]+(?:/ns)?)(?=/|$)")
 
 
@@ -141,7 +142,7 @@ def group_limit(subject, pid, guest):
             # A group without the file has no limit of its own: the controller is not handed down to it.
             texts = [unitfiles.read("%s/memory.%s" % (place, name)) for name in ("current", "stat")]
             chain.append({"name": place[len(root) :] or "/", "max": limit, "current": texts[0], "stat": texts[1]})
-            if used is None and texts[0] is not None:
+            if texts[0] is not None and _GUEST_TOP.match(place[len(root) :]):
                 cache = memory.parse_stat(texts[1])
                 used = max(0, int(texts[0]) - cache.get("active_file", 0) - cache.get("inactive_file", 0))
         if place == root:

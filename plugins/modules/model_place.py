@@ -375,11 +375,6 @@ def leaks(module, said):
     """Reports and, where asked to, removes; returns (changed, rows)."""
     params = module.params
     found = shm.look({"": [params["path"]], None: [params["guest_path"]] if params["guest_path"] else []})
-    if found["unasked"]:
-        said["notes"].append(
-            "shared memory: whether segments in /dev/shm are used is unknown, %d processes could not be asked"
-            % found["unasked"]
-        )
     changed = False
     for place in found["places"]:
         where = "guest %s" % place["guest"] if place["guest"] else "host"
