@@ -1,6 +1,6 @@
 # make demo and make test install what they need (apt as root, pip into .venv); each can be run again at any time.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-lab demo test test-fast lint format bench lock wheel clean
+.PHONY: help setup setup-lab demo test test-engine test-fast lint format bench lock wheel clean
 
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 PYTEST_ARGS ?=
@@ -21,8 +21,11 @@ demo: setup-lab ## lab up, provision, a reboot, recover, a small sweep, the repo
 test: setup-lab ## every test, the nested lab included
 	python scripts/test.py $(PYTEST_ARGS)
 
+test-engine: setup-lab ## SGLang's own wheel on a CPU, served in the lab's guest: minutes, and 3 GB of disk
+	pytest tests/engine $(PYTEST_ARGS)
+
 test-fast: setup ## the tests that need no lab
-	pytest -m 'not lab' $(PYTEST_ARGS)
+	pytest -m 'not lab and not engine' $(PYTEST_ARGS)
 
 lint: setup ## ruff, mypy, yamllint, ansible-lint
 	ruff check .

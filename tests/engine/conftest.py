@@ -55,16 +55,14 @@ class EngineLab(lab_tests.Lab):  # type: ignore[name-defined,misc]
         """Copy a folder's files to the host or into the guest."""
         text = f"mkdir -p {shlex.quote(target)} && tar -x --no-same-owner -C {shlex.quote(target)}"
         command = lifecycle.ssh_command(self.state, lifecycle.guest_command(text) if guest else text)
-        pack = subprocess.Popen(
-            ["tar", "-c", "--exclude=__pycache__", "-C", str(folder), "."], stdout=subprocess.PIPE
-        )
+        pack = subprocess.Popen(["tar", "-c", "--exclude=__pycache__", "-C", str(folder), "."], stdout=subprocess.PIPE)
         with pack:
             subprocess.run(command, stdin=pack.stdout, check=True, capture_output=True, timeout=120)
         assert pack.returncode == 0
 
-    def python(self, program: str) -> Any:
-        """What a program prints as JSON when the package's own Python runs it in the guest."""
-        done = self.guest(shlex.join(["/opt/specrig/venv/bin/python", "-c", program]), check=True)
+    def python(self, program: str, python: str = "/opt/specrig/venv/bin/python") -> Any:
+        """What a program prints as JSON when a Python in the guest, the package's own unless told, runs it."""
+        done = self.guest(shlex.join([python, "-c", program]), check=True)
         return json.loads(done.stdout)
 
     def requests(self, profile: str) -> list[dict[str, Any]]:

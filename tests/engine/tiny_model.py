@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from specrig.ops.lab.model import build_tokenizer
 
 NAME = "tiny-qwen3"
@@ -27,7 +28,7 @@ LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM = 2, 64, 128, 4, 2, 32
 POSITIONS = 8192
 END = "<|im_end|>"
 END_SCALE = 1.75
-"""Standard deviation of the end token's output weights, others' being 1: about one step in two hundred ends an answer."""
+"""Standard deviation of the end token's output weights, others' being 1: one step in two hundred ends an answer."""
 
 
 def _bfloat16(values: np.ndarray) -> np.ndarray:
