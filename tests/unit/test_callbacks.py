@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -277,3 +278,93 @@ def test_a_play_without_hosts_is_no_success(
     assert done.returncode == code
     assert words in " ".join((done.stdout + done.stderr).split())
     assert "nothing to change" not in done.stdout
+
+
+class Task:
+    """A task as a callback gets it."""
+
+    delegate_to = None
+    no_log = False
+
+    def __init__(self, name, role=None):
+        self._name = name
+        self._role = SimpleNamespace(get_name=lambda: role) if role else None
+
+    def get_name(self):
+        return self._name
+
+
+def outcome(task, host, **result):
+    return SimpleNamespace(
+        task=task, task_name=task.get_name(), host=SimpleNamespace(get_name=lambda: host), result=result
+    )
+
+
+@pytest.fixture
+def recovery(module, monkeypatch, tmp_path):
+    """A recovery of 20 s under a clock of the test: 3 s of look, a model staged from 3 to 11 s, gates from 18 s on."""
+    now = [100.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    callback = module.CallbackModule()
+    callback._begin("recover.yml")
+    callback._file = tmp_path / "journal.jsonl"
+    callback._run, callback._reason, callback._by, callback._version, callback._check = "r", None, "me", "0", False
+    look = Task("specrig.host.gpu_host : Look", "specrig.host.gpu_host")
+    stage = Task("specrig.host.model_store : Stage", "specrig.host.model_store")
+    wait = Task("specrig.host.sglang_server : Wait for the next model", "specrig.host.sglang_server")
+    wait.delegate_to = "box"
+    ready = Task("specrig.host.sglang_server : Wait for a completion of each", "specrig.host.sglang_server")
+    gates = Task("specrig.host.preflight : Ask", "specrig.host.preflight")
+
+    def go(guests=("guest",)):
+        for at, task in ((100.0, look), (103.0, stage), (104.0, wait)):
+            now[0] = at
+            callback.v2_playbook_on_task_start(task, False)
+        now[0] = 112.0
+        # That machine's clock is an hour ahead; its result came at once.
+        staged = {"name": "model M", "kind": "model", "started_unix": 3703.0, "seconds": 8.0, "detail": "4.9 GB/s"}
+        draft = {"name": "model D", "kind": "model", "started_unix": 3703.5, "seconds": 1.5}
+        callback.v2_runner_on_ok(outcome(wait, "guest", specrig={"chain": [staged, draft], "clock_unix": 3712.0}))
+        callback.v2_playbook_on_task_start(ready, False)
+        now[0] = 118.0
+        for place, guest in enumerate(guests):
+            row = {"name": "agent: start to completion", "kind": "server", "started_unix": 51.0, "seconds": 5.5 - place}
+            callback.v2_runner_on_ok(outcome(ready, guest, specrig={"chain": [row], "clock_unix": 57.0}))
+        callback.v2_playbook_on_task_start(gates, False)
+        now[0] = 120.0
+        return callback._path(20.0)
+
+    return go
+
+
+def test_what_was_waited_for_bounds_the_run_whatever_that_machine_s_clock_says(recovery):
+    lines, record = recovery()
+    assert lines == [
+        "host 3.0 s > model M 8.0 s (4.9 GB/s) > servers 1.0 s > agent: start to completion 5.5 s > gates 2.0 s"
+        " = 19.5 s of 20.0 s",
+        "beside it: model D 1.5 s (6.0 s to spare)",
+    ]
+    assert [(row["name"], row["host"], row["start_s"], row["critical"]) for row in record["beside"]] == [
+        ("model D", "box", 3.5, False),
+        ("model M", "box", 3.0, True),
+        ("agent: start to completion", "guest", 12.0, True),
+    ]
+    assert [task["task"] for task in record["tasks"]][-1] == "specrig.host.preflight : Ask"
+
+
+def test_servers_of_several_guests_carry_their_guest(recovery):
+    lines, _record = recovery(("one", "two"))
+    assert "one agent: start to completion 5.5 s" in lines[0]
+    assert "two agent: start to completion 4.5 s (1.0 s to spare)" in lines[1]
+
+
+def test_a_run_that_waited_for_nothing_has_no_path(play):
+    assert "critical path" not in play().stdout
+    assert "path" not in {line["event"] for line in read(play.journal)}
+
+
+def test_a_role_s_tasks_are_one_part_of_the_path(module):
+    look = "specrig.host.gpu_host : Look once at the host"
+    assert module.part_of(Task(look, "specrig.host.gpu_host")) == "host"
+    assert module.part_of(Task("x : y", "somebody.else.their_role")) == "their_role"
+    assert module.part_of(Task("Keep other operators away")) == "Keep other operators away"
