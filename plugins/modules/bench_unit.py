@@ -252,8 +252,8 @@ def run_to_end(module):
             "with specrig runs abort {2}".format(unit, parameters["timeout_s"], parameters["run"]),
             **result,
         )
-    if status not in (0, 1):
-        # 1: a cell is invalid or failed, which its own row tells; anything else is the program's
+    if status not in (0, 1) or (status == 1 and not cells):
+        # 1: a cell is invalid or failed, which its own row tells; where there is no row, the log has to
         last = [line for line in result["log"] if line.startswith("specrig ")] or result["log"][-1:]
         module.fail_json(
             msg="the load client ended with {0}: {1}".format(

@@ -66,6 +66,55 @@ def test_a_unit_that_left_its_status_is_not_waited_for_any_longer(
     assert unit.wait_for_end(None, "u.service", 0.1, str(status)) is False
 
 
+@pytest.mark.parametrize(
+    ("status", "rows", "log", "told"),
+    [
+        (1, 1, ["cell a: invalid"], None),
+        (0, 1, ["done"], None),
+        (
+            1,
+            0,
+            ["Traceback", "TypeError: of the program"],
+            "the load client ended with exit code 1: TypeError: of the program",
+        ),
+        (
+            1,
+            0,
+            ["specrig load: another server", "x"],
+            "the load client ended with exit code 1: specrig load: another server",
+        ),
+        (2, 1, ["specrig load: bad sweep"], "the load client ended with exit code 2: specrig load: bad sweep"),
+    ],
+)
+def test_a_load_that_ended_without_a_cell_fails_its_launch(
+    unit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, rows: int, log: list[str], told: str | None
+) -> None:
+    row = {"cell": "a", "launch": 0, "state": "invalid", "reason": "why"}
+    (tmp_path / "cells.jsonl").write_text((json.dumps(row) + "\n") * rows)
+    monkeypatch.setattr(unit.os, "makedirs", lambda *_names, **_more: None)
+    monkeypatch.setattr(unit, "running", lambda _module, _name: True)
+    monkeypatch.setattr(unit, "wait_for_end", lambda *_what: True)
+    monkeypatch.setattr(unit, "read_status", lambda _path: status)
+    monkeypatch.setattr(unit, "log_lines", lambda *_what: log)
+
+    class Ended(Exception):
+        pass
+
+    class Module:
+        check_mode = False
+        params = {"run": "r", "launch": 0, "argv": ["x"], "folder": str(tmp_path), "cells": ["a"], "timeout_s": 1}  # noqa: RUF012
+
+        def fail_json(self, msg: str, **_result: Any) -> None:
+            raise Ended(msg)
+
+        def exit_json(self, **_result: Any) -> None:
+            raise Ended("fine")
+
+    with pytest.raises(Ended) as ended:
+        unit.run_to_end(Module())
+    assert str(ended.value) == (told or "fine")
+
+
 def test_the_screen_counts_cells_and_names_those_that_are_not_done(journal: Any) -> None:
     rows = [
         {"cell": "a", "profile": "tp1", "state": "done"},
