@@ -94,3 +94,8 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineLab]:
         engine = EngineLab(found.name, found.journal)
         prepare(engine)
         yield engine
+
+
+if __name__ == "__main__":
+    wheels.fetch()
+    prepare(EngineLab(state.default_name(), Path("/dev/null")))
