@@ -34,7 +34,7 @@ options:
     choices: [lxc, pve]
     default: lxc
   init_pid:
-    description: Process id of the guest's init on the host.
+    description: Process id of the guest's init on the host; left out, it is looked for.
     type: int
   reserve:
     description: Memory that has to stay free for everything else, such as C(1G); C(0) for none.
@@ -72,7 +72,7 @@ import stat
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ..module_utils import cpulist, memory, modelfiles, tmpfs, unitfiles
+from ..module_utils import cpulist, memory, modelfiles, shm, tmpfs, unitfiles
 from ..module_utils.guestmount import cgroup_folder
 
 ARC = "/proc/spl/kstat/zfs/arcstats"
@@ -219,6 +219,9 @@ def main():
         module.fail_json(msg="model_store_reserve: %s" % problem)
     if params["reserve"].endswith("%"):
         module.fail_json(msg="model_store_reserve is %s; expected an amount such as 1G, or 0" % params["reserve"])
+    if params["guest"] and params["init_pid"] is None:
+        found = [row["pid"] for row in shm.processes() if row["init"] and row["guest"] == params["guest"]]
+        params["init_pid"] = found[0] if found else None
     if params["guest"] and params["init_pid"] is None:
         module.fail_json(msg="guest %s is not running, so its memory cannot be asked; start it" % params["guest"])
     pid = params["init_pid"] if params["guest"] else os.getpid()
