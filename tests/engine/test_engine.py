@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 HERE = Path(__file__).resolve().parent
 PORT = {"chat": 31301}
