@@ -349,3 +349,36 @@ def test_folders_that_the_inventory_does_not_name_are_told_with_their_size(host)
 def test_a_relative_mount_point_is_refused(run):
     done = run("model_place", path="srv/ram")
     assert done["failed"] is True
+
+
+def test_leaked_segments_are_told_and_change_nothing_unless_asked_to(host, monkeypatch):
+    module = importlib.import_module("ansible_collections.specrig.host.plugins.modules.model_place")
+    row = {"kind": "file", "shmid": None, "bytes": 5 << 20, "uid": 0, "age_s": 400.0, "device": 1, "inode": 1}
+    rows = [
+        {**row, "name": name, "path": f"/dev/shm/{name}", "dead": name != "torch_b"} for name in ("psm_a", "torch_b")
+    ]
+
+    def look(_skip: Any) -> dict[str, Any]:
+        place = {"guest": "", "init_pid": None, "segments": list(rows), "bytes": 10 << 20, "unasked": 0}
+        return {"places": [place], "unasked": 0}
+
+    removed = []
+    monkeypatch.setattr(module.shm, "look", look)
+    monkeypatch.setattr(module.shm, "remove", lambda _place, row: removed.append(row["name"]))
+    host()
+    done = host(user="root")
+    assert done["changed"] is False
+    assert done["specrig"]["notes"][0].startswith(
+        "host: 10 MiB in shared memory that no process maps or holds open: psm_a"
+    )
+    assert [row["name"] for row in done["leaked"][0]["segments"]] == ["psm_a", "torch_b"]
+    # Of another user nothing is removed, and of ours only what is proven.
+    assert host(user="specrig", remove_leaked=True)["changed"] is False
+    check = host(True, user="root", remove_leaked=True)
+    assert check["specrig"]["changed"] == ["host: would remove 5 MiB of leaked shared memory of root"]
+    assert removed == []
+    done = host(user="root", remove_leaked=True)
+    assert done["changed"] is True
+    assert done["specrig"]["changed"] == ["host: removed 5 MiB of leaked shared memory of root"]
+    assert removed == ["psm_a"]
+    assert [row["name"] for row in done["leaked"][0]["segments"]] == ["torch_b"]
