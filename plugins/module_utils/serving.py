@@ -773,7 +773,9 @@ def gate_subjects(profiles, look, only=None):
                 )
             )
         return list(only)
-    running = {process.get("profile") for process in look.get("processes") or []}
+    # nvidia-smi may list none of them.
+    rows = [*(look.get("processes") or []), *(look.get("engines") or [])]
+    running = {process.get("profile") for process in rows}
     return [name for name in profiles if profiles[name].get("serve") or name in running]
 
 

@@ -87,9 +87,31 @@ def test_the_incident_tp4_with_1_to_5_visible_fails_with_both_lists_and_nodes(ta
     assert "ranks run on GPUs 1-4 (NUMA nodes 0,1)" in message
     assert "planned GPUs 4-7 (NUMA node 1)" in message
     assert "crosses NUMA nodes" in message
-    # It is found without being named too: whatever of ours is on a GPU is looked at.
-    assert tampered.play("preflight", "-e", '{"preflight_smoke": "none"}').returncode != 0
-    assert {row["subject"] for row in gates(tampered) if row["status"] == "fail"} >= {PROFILE}
+
+
+def test_the_incident_is_found_where_nvidia_smi_lists_no_process(tampered: Any) -> None:
+    """As in some guests and under some drivers: the GPUs are told by the device nodes that the ranks hold open.
+
+    It is found without being named, too: the profile's server is looked at because it runs.
+    """
+    smi = "/usr/bin/nvidia-smi"
+    only_the_header = f'case "$1" in --query-compute-apps=*) "{smi}.real" "$@" | head -1; exit 0;; esac'
+    blind = f'#!/bin/sh\n{only_the_header}\nexec "{smi}.real" "$@"'
+    tampered.host(f"mv {smi} {smi}.real && cat > {smi} <<'END'\n{blind}\nEND\nchmod 755 {smi}", check=True)
+    try:
+        done = tampered.play("preflight", "-e", '{"preflight_smoke": "none"}')
+    finally:
+        tampered.host(f"mv {smi}.real {smi}", check=True)
+    assert done.returncode != 0
+    rows = {row["subject"]: row for row in gates(tampered) if row["gate"] == "placement"}
+    assert rows[PROFILE]["status"] == "fail"
+    assert rows[PROFILE]["seen"]["opened"] == [1, 2, 3, 4]
+    assert "its processes hold GPUs 1-4 open" in rows[PROFILE]["message"] or (
+        "CUDA_VISIBLE_DEVICES is 1,2,3,4,5, planned 4,5,6,7" in rows[PROFILE]["message"]
+    )
+    for name in ("chat", "agent"):
+        assert rows[name]["status"] == "pass", rows[name]
+        assert "by the nodes that they hold open (nvidia-smi lists none of its processes)" in rows[name]["message"]
 
 
 def test_the_incident_no_benchmark_starts_on_it(tampered: Any, tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ def test_gates_are_about_what_serves_and_what_else_of_ours_runs():
     look = {"processes": [{"profile": "tp4", "pid": 1}, {"profile": None, "pid": 2}, {"profile": "gone", "pid": 3}]}
     assert serving.gate_subjects(PROFILES, {}) == ["chat"]
     assert serving.gate_subjects(PROFILES, look) == ["chat", "tp4"]
+    assert serving.gate_subjects(PROFILES, {"processes": [], "engines": look["processes"]}) == ["chat", "tp4"]
     assert serving.gate_subjects(PROFILES, look, ["tp4-plain"]) == ["tp4-plain"]
     with pytest.raises(serving.ServingError, match="names nosuch, sglang_server_profiles has chat, tp4, tp4-plain"):
         serving.gate_subjects(PROFILES, look, ["nosuch"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import os
@@ -412,6 +413,42 @@ class TestSchedule:
         assert client.wait_ready(5, model="Qwen3.6-27B") < 5
         with pytest.raises(EngineError, match=r"answers for Qwen3\.6-27B; expected other"):
             client.wait_ready(5, model="other")
+
+
+class TestConfigFile:
+    """``--config FILE``, as SGLang takes it: the command line wins, wherever it stands."""
+
+    @staticmethod
+    def parse(*flags: str) -> argparse.Namespace:
+        from specrig.sim.flags import add_server_arguments, add_simulation_arguments
+
+        parser = argparse.ArgumentParser(exit_on_error=False)
+        add_server_arguments(parser)
+        add_simulation_arguments(parser)
+        return parser.parse_args(["--model-path", "/m", *flags])
+
+    def test_options_come_from_the_file(self, tmp_path: Path) -> None:
+        path = tmp_path / "secrets.yaml"
+        path.write_text('# ours\napi-key: "a: #b"\ntp_size: 2\nenable-metrics: true\ncontext-length: 4096\n')
+        args = self.parse("--config", str(path))
+        assert (args.api_key, args.tp_size, args.enable_metrics, args.context_length) == ("a: #b", 2, True, 4096)
+
+    def test_the_command_line_wins(self, tmp_path: Path) -> None:
+        path = tmp_path / "c.yaml"
+        path.write_text("tp_size: 2\ncontext-length: 4096\n")
+        args = self.parse("--tp-size", "4", "--config", str(path), "--context-length", "8192")
+        assert (args.tp_size, args.context_length) == (4, 8192)
+
+    @pytest.mark.parametrize(
+        ("text", "words"),
+        [("nonsense: 1\n", "has nonsense, which is no option"), ("- 1\n", "holds no options"), (None, "can't be read")],
+    )
+    def test_a_file_that_is_none_is_one_line(self, tmp_path: Path, text: str | None, words: str) -> None:
+        path = tmp_path / "c.yaml"
+        if text is not None:
+            path.write_text(text)
+        with pytest.raises(argparse.ArgumentError, match=words):
+            self.parse("--config", str(path))
 
 
 def test_natural_end(tiny: Path) -> None:
