@@ -14,7 +14,8 @@ def steps_of(line, rows):
     Args:
         line: the tasks in order, ``{"name", "start", "end"}``, in seconds, none of them overlapping.
         rows: what went on beside them, ``{"name", "start", "end", "task", "after"}``: ``task`` is the index in ``line``
-            of the task that waited for it and reported it, ``after`` names other rows that it followed.
+            of the task that waited for it and reported it, ``after`` names other rows that it followed. One with
+            ``at_most`` was over when that task asked for the first time: it counts up to there.
 
     Returns:
         A list of ``{"name", "start", "end", "after", "own", "task"}`` in an order in which every step comes after
@@ -28,6 +29,8 @@ def steps_of(line, rows):
     for row in rows:
         # Clocks of other machines: nothing ends after the task that saw its end, nothing starts before the run.
         row["end"] = min(max(row["end"], first), line[row["task"]]["end"])
+        if row.get("at_most"):
+            row["end"] = min(row["end"], line[row["task"]]["start"])
         row["start"] = min(max(row["start"], first), row["end"])
     pieces = []
     for index, task in enumerate(line):

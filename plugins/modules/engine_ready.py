@@ -405,7 +405,7 @@ def poll(target, params, row):
             row["ready_unix"] = time.time()
             row["started_unix"] = row["ready_unix"] - (time.monotonic() - started)
             # One that answers the first question was ready before, nobody saw when.
-            row["at_once"] = row["asked"] == 1 and not params["waited_s"] and now - begun < POLL_S
+            row["at_once"] = row["asked"] == 1 and params["waited_s"] < 1.0 and now - begun < POLL_S
             break
         except NotYet as error:
             row["asked"] -= isinstance(error, Refused)

@@ -96,6 +96,18 @@ def test_a_wait_that_ends_with_its_task_is_followed_by_the_next_task() -> None:
     assert [steps[place]["name"] for place in criticalpath.longest(steps)["path"]] == ["stage", "model A", "gates"]
 
 
+def test_a_server_that_was_ready_before_anybody_asked_bounds_nothing() -> None:
+    # chat serves since some time; that is seen when agent, for which the model was waited for, is asked too.
+    chat = beside("chat: start to completion", 6.5, 16.2, 7, at_most=True, kind="server")
+    agent = beside("agent: start to completion", 15.8, 16.2, 7, at_most=True, kind="server")
+    line = [*RECOVERY[:7], task("servers", 16, 17), task("gates", 17, 19)]
+    lines, record = criticalpath.told(line, [MODEL, chat, agent], 19.0)
+    assert "model M 11.2 s" in lines[0]
+    assert "chat" not in lines[0]
+    assert record["seconds"] == pytest.approx(19.0)
+    assert "chat: start to completion at most 9.5 s" in lines[1]
+
+
 def test_a_clock_that_is_off_makes_nothing_longer_than_the_run() -> None:
     late = beside("model M", 5.0, 50.0, 1)
     early = beside("model E", -30.0, 1.5, 1)
