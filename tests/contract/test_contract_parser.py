@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,31 +40,36 @@ environment = module()
 
 
 class Parsers:
-    """Asks a release's parser, with many command lines at a time."""
+    """One process a release, for all tests of this file."""
 
     def __init__(self) -> None:
-        self.answers: dict[str, dict[str, Any]] = {}
+        self.running: dict[str, Any] = {}
+
+    def of(self, release: str) -> Any:
+        if release not in self.running:
+            try:
+                self.running[release] = environment.RealParser(release)
+            except environment.Unavailable as reason:
+                if os.environ.get("CI"):
+                    pytest.fail(f"sglang {release} has to be there for these tests: {reason}")
+                pytest.skip(f"sglang {release} cannot be had here: {reason}")
+        return self.running[release]
 
     def ask(self, release: str, lines: list[list[str]]) -> list[dict[str, Any]]:
-        try:
-            answer = environment.parse(release, lines)
-        except environment.Unavailable as reason:
-            if os.environ.get("CI") or os.environ.get("SPECRIG_NO_SKIP"):
-                pytest.fail(f"sglang {release} has to be there for these tests: {reason}")
-            pytest.skip(f"sglang {release} cannot be had here: {reason}")
-        self.answers[release] = answer
-        return list(answer["answers"])
+        answers: list[dict[str, Any]] = self.of(release).parse(lines)
+        return answers
 
     def options(self, release: str) -> dict[str, list[Any]]:
-        if release not in self.answers:
-            self.ask(release, [])
-        found: dict[str, list[Any]] = self.answers[release]["options"]
+        found: dict[str, list[Any]] = self.of(release).options
         return found
 
 
 @pytest.fixture(scope="module")
-def parsers() -> Parsers:
-    return Parsers()
+def parsers() -> Iterator[Parsers]:
+    made = Parsers()
+    yield made
+    for parser in made.running.values():
+        parser.close()
 
 
 def engine(release: str, **more: Any) -> dict[str, Any]:

@@ -101,27 +101,52 @@ def sources(version: str) -> Path:
     return _made(f"sglang-{version}-{VERSIONS[version]['sha256'][:12]}", lambda folder: _sources(version, folder))
 
 
-def parse(version: str, lines: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Parse command lines (without the program) with a version's real parser, all in one process.
+class RealParser:
+    """A release's real parser, in a process of its own that stays until `close`.
 
-    Returns:
-        ``options`` (spelling to ``[dest, action, type, nargs, choices]``) and ``answers``, one a line (``driver.py``).
+    Attributes:
+        options: spelling to ``[dest, action, type, nargs, choices]``.
 
     Raises:
         Unavailable: pip cannot get the pinned packages.
     """
-    paths = [str(HERE), str(packages()), str(sources(version))]
-    request = {"paths": paths, "absent": VERSIONS[version]["absent"].split(), "lines": [list(line) for line in lines]}
-    done = subprocess.run(
-        [sys.executable, "-S", "-E", str(HERE / "driver.py")],
-        input=json.dumps(request),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env={"PATH": os.defpath, "HOME": str(HERE), "PYTHONDONTWRITEBYTECODE": "1"},
-    )
-    if done.returncode:
-        raise AssertionError(f"the parser of {version} does not load: {done.stderr[-2000:]}")
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer
+
+    def __init__(self, version: str) -> None:
+        self._version = version
+        paths = [str(HERE), str(packages()), str(sources(version))]
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
+        self._process = subprocess.Popen(
+            [sys.executable, "-S", "-E", str(HERE / "driver.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env={"PATH": os.defpath, "HOME": str(HERE), "PYTHONDONTWRITEBYTECODE": "1"},
+        )
+        absent = VERSIONS[version]["absent"].split()
+        self.options: dict[str, list[Any]] = self._ask({"paths": paths, "absent": absent})["options"]
+
+    def _ask(self, question: Any) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            self._errors.seek(0)
+            raise AssertionError(f"the parser of {self._version} does not load: {self._errors.read()[-2000:]}")
+        return json.loads(line)
+
+    def parse(self, lines: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+        """Parse command lines (without the program); an answer is described in ``driver.py``."""
+        answers: list[dict[str, Any]] = self._ask([list(line) for line in lines])
+        return answers
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+        self._process.stdout.close()
+        self._errors.close()
