@@ -43,7 +43,7 @@ sha256sum weights.bin >> MANIFEST.sha256
 HOLD = """
 import json, os, signal, sys, time
 how, big, draft = sys.argv[1:]
-deadline = time.time() + 200
+deadline = time.time() + 500
 
 def tells(name):
     try:
@@ -109,16 +109,16 @@ class Held:
         self.reader.start()
 
     def _hold(self, how: str) -> None:
-        self.holder = self.lab.host(f"python3 /root/hold.py {how} {BIG} {DRAFT}", timeout_s=240)
+        self.holder = self.lab.host(f"python3 /root/hold.py {how} {BIG} {DRAFT}", timeout_s=600)
 
     def _read(self) -> None:
         assert self.process.stdout is not None
         with self.process.stdout as lines:
             for line in lines:
-                self.lines.append(line)  # noqa: PERF402 (seen while it runs)
+                self.lines.append(line)
 
     def until(self, what: str, seen: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 150
+        deadline = time.monotonic() + 400
         while not seen():
             assert self.process.poll() is None, f"it ended before: {what}\n" + "".join(self.lines)
             assert time.monotonic() < deadline, f"never: {what}\n" + "".join(self.lines)
@@ -127,7 +127,7 @@ class Held:
     def let_go(self) -> int:
         """Lets the staging go on (or end), and the play to its own end; returns its exit code."""
         self.lab.host("touch /run/let-go", check=True)
-        code = self.process.wait(timeout=200)
+        code = self.process.wait(timeout=400)
         self.reader.join()
         self.thread.join()
         assert self.holder is not None
@@ -194,9 +194,7 @@ def test_a_small_model_s_server_is_installed_and_serves_while_the_large_one_is_s
 
     # Lines for people, one every few seconds.
     lines = [line.strip() for line in held.output.splitlines() if f"model {BIG}: " in line]
-    assert re.fullmatch(
-        rf"model {BIG}: [\d.]+ of 1\.7 GB, (\d+ MB/s|[\d.]+ GB/s|rate unknown)(, \d+ \w+ left)?", lines[0]
-    )
+    assert re.match(rf"model {BIG}: [\d.]+ of 1\.7 GB, (\d+ MB/s|[\d.]+ GB/s|rate unknown)", lines[0])
     assert any(re.fullmatch(rf"model {BIG}: staged, 1\.7 GB in [\d.]+ s, [\d.]+ \wB/s", line) for line in lines)
 
     # The order of events, from the journal alone.
