@@ -231,6 +231,8 @@ class Client:
         for connection in rows:
             connection.close()
 
+    __del__ = close
+
     def _kept(self, key):
         with self._lock:
             rows = self._idle.get(key)
@@ -441,7 +443,8 @@ class HttpReader:
     def _check_whole(self, answer):
         size = self._row["size"]
         if answer.left is not None and answer.left != size:
-            self._changed("%d bytes, was %d" % (answer.left, size))
+            # Of a connection that was cut within the head of an answer the last number may be the half of one.
+            raise Transient("it announces %d bytes and had %d when it was listed" % (answer.left, size))
         if not self._position:
             return
         # No ranges: the file comes from its start, and what is there already is passed over.
@@ -566,6 +569,9 @@ class HttpSource(Source):
             "and correct the source or the server" % self.where(path)
         )
 
+    def _refuse_length(self, path, limit):
+        raise ModelError("%s has more than %d bytes; that is no manifest" % (self.where(path), limit))
+
     def _tried(self, path, once, retries=None):
         """What ``once`` returns, tried again while that may help.  Raises SourceGone where nothing answers."""
         failures = 0
@@ -606,16 +612,16 @@ class HttpSource(Source):
 
         try:
             data = self._tried(path, once, None if patient else 0)
+            if _PAGE.match(data):
+                self._refuse_page(path)
+            if len(data) > limit:
+                self._refuse_length(path, limit)
         except ModelError as problem:
             # Who can do without the answer is not stopped by a wrong one.
             raise problem if patient else SourceGone(str(problem)) from None
         finally:
             if client is not self.client:
                 client.close()
-        if _PAGE.match(data):
-            self._refuse_page(path)
-        if len(data) > limit:
-            raise ModelError("%s has more than %d bytes; that is no manifest" % (self.where(path), limit))
         return data
 
     def _near(self):

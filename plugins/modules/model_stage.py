@@ -112,7 +112,7 @@ class Model:
         try:
             if whole and self.source.remote:
                 # One look at what it should be, instead of one at each file.
-                self.manifest = self.source.manifest()
+                self.manifest = self.source.manifest(patient=False)
                 same = self.manifest == {path: row["sha256"] for path, row in rows.items()}
                 self.files = proven if same else self.source.list()
             else:
@@ -435,11 +435,13 @@ def main():
     )
     said = {"found": [], "changed": [], "gates": [], "notes": []}
     report, before, after, todo = {}, [], [], []
+    sources = contextlib.ExitStack()
     complete, changed = True, False
     only_look = module.check_mode or not module.params["copy"]
     try:
         for name in sorted(module.params["models"]):
             model = Model(name, module.params["models"][name] or {}, module.params)
+            sources.callback(model.source.close)
             steps, files = model.steps, len(model.files)
             report[name] = {"target": model.target, "files": files, "bytes": model.total, "complete": model.done}
             report[name].update(steps, missing_bytes=sum(model.files[path]["size"] for path in steps["copy"]))
@@ -486,6 +488,8 @@ def main():
     except OSError as problem:
         msg = reason(problem, module.params["target"])
         module.fail_json(msg=msg, specrig=said, complete=False, models=report)
+    finally:
+        sources.close()
     changed = changed and (module.check_mode or not only_look)
     diff = {"before": "\n".join(before) + "\n", "after": "\n".join(after) + "\n"} if changed else {}
     module.exit_json(changed=changed, complete=complete, models=report, specrig=said, diff=diff)
