@@ -1,9 +1,9 @@
 """Run in an interpreter of its own: parse command lines with one SGLang version's real parser.
 
 The first line of standard input is ``{"paths": [...], "absent": [...]}``, and the answer to it ``{"options": {...}}``.
-Every further line is a list of command lines, ``[[word, ...], ...]``, answered by a list. An answer is ``{"error": text}``,
-or ``{"shortened": [words that are only the beginning of an option], "algorithm": null or the error of the engine's own
-look-up, "values": {...}}``.
+Every further line is a list of command lines, ``[[word, ...], ...]``, answered by a list. An answer is
+``{"error": text}``, or ``{"shortened": [words that are only the beginning of an option], "algorithm": null or the error
+of the engine's own look-up, "values": {...}}``.
 """
 
 from __future__ import annotations
