@@ -12,6 +12,8 @@ from . import cpulist, dialects, engineflags, engines, readiness, serverinfo
 UNIT_PREFIX = "specrig-sglang@"
 TEMPLATE_NAME = UNIT_PREFIX + ".service"
 DROPIN_NAME = "specrig.conf"
+CLIENT_ENV = "/etc/specrig/client.env"
+"""The key that the servers ask for, for the units of load clients; there only where the role was given one."""
 HEADER = "# Written by the role specrig.host.sglang_server; changes here are undone by the next run."
 
 # A profile's name is a systemd instance name and a file name, and must need no escaping as either.
@@ -459,7 +461,7 @@ def plan_unit(name, profile, placed, settings):
 def _on_cpu(argv):
     """Whether the engine is told to compute on the CPU; the last word counts."""
     devices = [word.partition("=")[2] for word in argv if word.startswith("--device=")]
-    devices += [after for word, after in zip(argv, argv[1:]) if word == "--device"]
+    devices += [argv[at + 1] for at, word in enumerate(argv[:-1]) if word == "--device"]
     return devices[-1:] == ["cpu"]
 
 

@@ -95,7 +95,7 @@ import time
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ..module_utils import benchmark
+from ..module_utils import benchmark, serving
 
 
 def properties(module, unit, names):
@@ -198,6 +198,7 @@ def start(module, unit, status_file):
         "--property=ProtectHome=yes",
         "--property=ReadWritePaths=" + parameters["folder"],
         "--property=LimitNOFILE=1048576",
+        "--property=EnvironmentFile=-" + serving.CLIENT_ENV,
         # $EXIT_STATUS is set by the service manager for ExecStopPost; the unit itself is collected when it ends.
         "--property=ExecStopPost=+/bin/sh -c 'echo $EXIT_STATUS >{0}'".format(status_file),
     ]

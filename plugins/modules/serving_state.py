@@ -280,13 +280,17 @@ def group_of(name):
         return 0
 
 
-def write_files(files, template_settings, plans):
+def write_files(files, template_settings, plans, api_key):
     """Names of the profiles whose files changed; ``*`` for the template."""
     changed = []
     config = template_settings.get("config_dir") or serving.DEFAULT_UNIT["config_dir"]
     group = group_of(template_settings.get("group") or serving.DEFAULT_UNIT["group"])
     if files.want(os.path.join(SYSTEM, serving.TEMPLATE_NAME), serving.render_template(template_settings), 0o644):
         changed.append("*")
+    if api_key:
+        files.want(serving.CLIENT_ENV, serving.render_env({"SPECRIG_API_KEY": api_key}), 0o600, masked_env)
+    else:
+        files.unwanted(serving.CLIENT_ENV)
     for name, plan in plans.items():
         env_path = "{0}/{1}.env".format(config, name)
         dropin = "{0}/{1}.d/{2}".format(SYSTEM, plan["unit"], serving.DROPIN_NAME)
@@ -385,7 +389,7 @@ def main():
     files = Files(module.check_mode)
     if state != "stopped":
         try:
-            touched = write_files(files, params["settings"].get("unit") or {}, plans)
+            touched = write_files(files, params["settings"].get("unit") or {}, plans, params["api_key"])
         except OSError as error:
             module.fail_json(
                 msg="{0} cannot be written in the guest: {1}; make it writable, or free some space, and run "

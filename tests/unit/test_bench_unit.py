@@ -6,6 +6,7 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,3 +136,19 @@ def test_steps_are_journaled_and_what_was_stopped_serves_nowhere(journal: Any, m
     assert screen._collected["serving"] == [(("guest", "tp1"), row)]
     screen._collect([{"specrig": {"serving": [{"profile": "tp1", "status": "stopped"}]}}], "guest")
     assert screen._collected["serving"] == []
+
+
+def test_the_load_client_has_the_servers_key_from_a_file_and_on_no_command_line(unit: Any) -> None:
+    seen: list[list[str]] = []
+
+    def run_command(argv: list[str]) -> tuple[int, str, str]:
+        seen.append(argv)
+        return 0, "", ""
+
+    params = {"launch": 0, "run": "r", "user": "specrig", "folder": "/f", "cpus": "1-2,5", "argv": ["/bin/load"]}
+    unit.start(SimpleNamespace(params=params, run_command=run_command), "u", "/run/specrig/u.exit")
+    (argv,) = seen
+    # The dash: there is no such file where the servers ask for no key.
+    assert "--property=EnvironmentFile=-/etc/specrig/client.env" in argv
+    assert "--property=CPUAffinity=1-2 5" in argv
+    assert argv[-2:] == ["--", "/bin/load"]
