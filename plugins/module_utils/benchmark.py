@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from . import placement
+from . import placement, serverinfo
 
 UNIT_PREFIX = "specrig-bench-"
 
@@ -42,7 +42,8 @@ def decide(plan, look, serving, profiles, take_over=False, guest_gpus=None, gues
     Returns:
         dict: ``refused`` (one line each; empty when it can run), ``placements`` (profile to its row of
         ``placement.plan``), ``stop`` (production profiles to stop first), ``leftovers`` (benchmark profiles whose
-        server runs for nobody), ``client_cpus``, ``attached`` (this run's unit that still runs, or None).
+        server runs for nobody), ``client_cpus``, ``attached`` (this run's unit that still runs, or None), ``unlike``
+        (lines about profiles that differ in more than their method).
     """
     refused = []
     own = unit_stem(plan["run"]) + "-" if plan.get("run") else None
@@ -101,6 +102,7 @@ def decide(plan, look, serving, profiles, take_over=False, guest_gpus=None, gues
         "leftovers": leftovers,
         "client_cpus": beside["client_cpus"] or "",
         "attached": attached,
+        "unlike": serverinfo.unlike_profiles(plan["profiles"], profiles),
     }
 
 
@@ -156,6 +158,7 @@ def describe(plan, decision):
                     row.get("cpus") or "unknown",
                 )
             )
+    lines += decision.get("unlike") or []
     lines += ["skipped: %s: %s" % (item.get("title") or item["cell"], item["reason"]) for item in plan["infeasible"]]
     return lines
 

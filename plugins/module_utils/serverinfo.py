@@ -612,6 +612,41 @@ def unlike(launches):
     return rows
 
 
+def unlike_profiles(names, profiles):
+    """Lines about profiles of one tp that are to differ in more than their method, before any of them is started.
+
+    Compared is what the inventory states: the engine, and the options of extra_args that decide weights and precision.
+
+    Args:
+        names: the profiles of a sweep, in its order.
+        profiles: ``sglang_server_profiles``.
+    """
+    groups = {}
+    for name in names:
+        if name in profiles:
+            groups.setdefault((profiles[name].get("model"), profiles[name].get("tp")), []).append(name)
+    lines = []
+    for members in groups.values():
+        plain = [name for name in members if profiles[name].get("method") in ("autoregressive", "auto")]
+        base = (plain or members)[0]
+        wanted = _planned(profiles[base])
+        for name in members:
+            seen = _planned(profiles[name])
+            bad = [key for key in sorted(seen) if seen[key] != wanted[key]]
+            if bad:
+                shown = ["{0} {1} against {2}".format(key, _shown(seen[key]), _shown(wanted[key])) for key in bad]
+                lines.append("{0} is not like for like with {1}: {2}".format(name, base, ", ".join(shown)))
+    return lines
+
+
+def _planned(profile):
+    words = [str(word) for word in profile.get("extra_args") or []]
+    found = {
+        key.replace("_", " "): _value(words, key) for key in ("dtype", "quantization", "kv_cache_dtype", "revision")
+    }
+    return dict(found, engine=profile.get("engine") or "default")
+
+
 def _not_told(told_of):
     return told_of.get("unknown") or []
 

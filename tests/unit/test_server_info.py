@@ -12,6 +12,7 @@ import pytest
 from specrig.engine import smoke
 from specrig.engine.client import EngineClient
 from specrig.facts import dialects, serverinfo, serving
+from specrig.runs.measure import note_unlike
 from specrig.sim.testing import running_sim, tiny_tokenizer
 
 DFLASH = {
@@ -433,3 +434,29 @@ class TestLikeForLike:
     def test_arms_of_another_tp_are_no_arms_of_it(self) -> None:
         arms = [self.launch(0, "plain", None), self.launch(1, "tp4", "DFLASH", tp_size=4, dtype="float16")]
         assert serverinfo.unlike(arms) == []
+
+    def test_profiles_that_will_differ_are_named_before_they_start(self) -> None:
+        profiles = {
+            "tree": {"model": "m", "tp": 1, "method": "ddtree", "engine": "branch"},
+            "plain": {"model": "m", "tp": 1, "method": "auto"},
+            "fp8": {"model": "m", "tp": 1, "method": "dflash", "extra_args": ["--quantization", "fp8"]},
+            "chain": {"model": "m", "tp": 1, "method": "dflash", "extra_args": ["--log-level", "info"]},
+            "tp4": {"model": "m", "tp": 4, "method": "dflash", "extra_args": ["--dtype=float16"]},
+        }
+        assert serverinfo.unlike_profiles(list(profiles), profiles) == [
+            "tree is not like for like with plain: engine branch against default",
+            "fp8 is not like for like with plain: quantization fp8 against none",
+        ]
+
+    def test_a_run_s_launches_are_compared_as_they_start(self) -> None:
+        """A later launch may turn out to be the baseline: the rows are made again, other gates are kept."""
+        chain = {**self.launch(0, "chain", "DFLASH", dtype="float16"), "gates": [{"gate": "smoke", "status": "pass"}]}
+        manifest = {"launches": [chain]}
+        note_unlike(manifest)
+        assert [gate["gate"] for gate in chain["gates"]] == ["smoke"]
+        manifest["launches"].append(self.launch(1, "plain", None))
+        note_unlike(manifest)
+        note_unlike(manifest)
+        assert [gate["gate"] for gate in chain["gates"]] == ["smoke", "like-for-like"]
+        assert chain["gates"][1]["status"] == "fail"
+        assert manifest["launches"][1]["gates"] == []
