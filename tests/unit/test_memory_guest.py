@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from specrig.facts import guestconf
+from specrig.facts import guestconf, serving
 from specrig.ops.runner import collection_root
 
 sys.path.insert(0, str(collection_root() / ".collections"))
@@ -86,6 +86,24 @@ def test_what_other_guests_of_the_same_host_stage_is_summed():
     }
     assert models.model_stagings(list("abcde"), hostvars, "a") == {"102": 8}
     assert models.model_stagings(list("abcde"), hostvars, "b") == {"101": 9}
+
+
+@pytest.mark.parametrize(
+    ("draft", "path"),
+    [
+        ("Draft", "/dev/shm/models/Draft"),
+        ("/srv/models/Draft", "/srv/models/Draft"),
+        # A name of a hub, which the engine looks up itself.
+        ("Qwen/Draft", "Qwen/Draft"),
+        (None, None),
+    ],
+)
+def test_a_draft_is_named_like_its_target_or_by_a_path(draft, path):
+    profile = {"model": "Q", "draft_model": draft}
+    assert serving.draft_path(profile, "/dev/shm/models/") == path
+    needed = {row["path"] for row in serving.model_paths(["a"], {"a": profile}, "/dev/shm/models").values()}
+    below = {path} if str(path).startswith("/dev/shm/models/") else set()
+    assert needed == {"/dev/shm/models/Q"} | below
 
 
 def test_the_line_of_its_config_is_ours_and_takes_the_place_of_another():
