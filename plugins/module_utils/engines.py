@@ -256,9 +256,9 @@ def requirement(text, place="requirements"):
         target = target[len("file://") :]
     elif "://" in target:
         return dict(row, kind="url")
-    if target.startswith(("/", "./", "../", "~")) or _ARCHIVE.search(target):
-        match = _EXTRAS.match(target)
-        path, extras = match.group("path"), match.group("extras") or ""
+    match = _EXTRAS.match(target)
+    path, extras = match.group("path"), match.group("extras") or ""
+    if path.startswith(("/", "./", "../", "~")) or _ARCHIVE.search(path):
         if side == "guest" and not path.startswith("/"):
             raise EngineError("{0}: {1!r} is no absolute path in the guest".format(place, text))
         kind = "file" if _ARCHIVE.search(path) else "folder"

@@ -17,6 +17,8 @@ CONTENTS = "specrig-contents.json"
 _OURS = frozenset([RECORD, CONTENTS])
 _SITE = re.compile(r"^lib/python[0-9.]+/site-packages$")
 _DIST_INFO = re.compile(r"^(?P<name>.+?)-(?P<version>[^-]+)\.dist-info$")
+# What every environment starts with.
+_TOOLS = ("pip", "setuptools", "wheel")
 _SHOWN = 3
 
 
@@ -101,7 +103,7 @@ def requested(path):
         for entry in os.listdir(folder) if os.path.isdir(folder) else []:
             match = _DIST_INFO.match(entry)
             marker = os.path.join(folder, entry, "REQUESTED")
-            if match and os.path.isfile(marker):
+            if match and normal(match.group("name")) not in _TOOLS and os.path.isfile(marker):
                 found.append((os.stat(marker).st_mtime_ns, normal(match.group("name"))))
     return [name for _stamp, name in sorted(found)]
 
