@@ -103,18 +103,23 @@ def judge(engine, method, words):
     version, upstream = engine_release(engine)
     requires = method.get("requires")
     if upstream and requires and satisfies(version, requires) is False:
-        return [_unmet(method, requires, version)], []
+        return [_unmet(method, requires, version, words)], []
     rows = check(words, version, complete=upstream)
     return tuple([row["message"] for row in rows if row["status"] == status] for status in ("fail", "note"))
 
 
-def _unmet(method, requires, version):
+def _unmet(method, requires, version, words):
     name = "method {0} (dialect {1})".format(method["method"], method["dialect"])
     if requires == "branch":
+        known = options(version)
+        lacking = [flag for flag in _flags(words) if known and flag not in known]
         return (
-            "{0} is in no release of SGLang, and the engine is sglang {1}; install {2} (an engine of its own in "
+            "{0} is in no release of SGLang, and the engine is sglang {1}{2}; install {3} (an engine of its own in "
             "sglang_server_engines, with a git reference or a wheel), or choose another dialect".format(
-                name, version, method.get("source") or "a build that has it"
+                name,
+                version,
+                ", which has no " + lacking[0] if lacking else "",
+                method.get("source") or "a build that has it",
             )
         )
     return "{0} needs sglang {1}, and the engine is {2}; install that, or choose another method".format(

@@ -323,7 +323,10 @@ def _identity(out, profile, info, models, model_info):
             if seen
             else "a real engine answers, the profile's is simulated"
         )
-        out.same("simulated", seen, profile["simulated"], text, "")
+        if seen == profile["simulated"]:
+            out.add("simulated", "pass", seen, seen, "a simulated engine" if seen else "a real engine")
+        else:
+            out.add("simulated", "fail", seen, profile["simulated"], text)
 
 
 def _numbers(out, profile, info, models):

@@ -127,9 +127,9 @@ def test_a_method_that_a_release_has_not():
     problems, notes = engineflags.judge(PINNED, tree, ["--speculative-ddtree-budget", "15"])
     assert notes == []
     assert problems == [
-        "method ddtree (dialect pr-29907) is in no release of SGLang, and the engine is sglang 0.5.23; install "
-        "sgl-project/sglang pull request 29907 (an engine of its own in sglang_server_engines, with a git reference or "
-        "a wheel), or choose another dialect"
+        "method ddtree (dialect pr-29907) is in no release of SGLang, and the engine is sglang 0.5.23, which has no "
+        "--speculative-ddtree-budget; install sgl-project/sglang pull request 29907 (an engine of its own in "
+        "sglang_server_engines, with a git reference or a wheel), or choose another dialect"
     ]
     old = {"install": {"requirements": ["sglang==0.5.10.post1"]}}
     problems, _notes = engineflags.judge(old, dialects.resolve("dflash", None), [])
