@@ -66,6 +66,11 @@ def engine_venvs(engine, engines):
     return sorted({row["install"]["venv"] for row in table.values() if row["install"]})
 
 
+def bench_engine(profiles, names, engine, engines):
+    """What a run's manifest says of the engines of these profiles; see ``engines.bench``."""
+    return engine_table.bench(dict(profiles), list(names), dict(engine), dict(engines or {}))
+
+
 class FilterModule:
     def filters(self):
         return {
@@ -75,5 +80,6 @@ class FilterModule:
             "device_paths": device_paths,
             "engines": engines,
             "engine_venvs": engine_venvs,
+            "bench_engine": bench_engine,
             "model_paths": model_paths,
         }

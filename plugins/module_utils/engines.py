@@ -459,6 +459,20 @@ def _place(ready, venv, real):
     ready["env"] = {key: put(value) for key, value in ready["env"].items()}
 
 
+def bench(profiles, names, engine, engines):
+    """``{kind, time_scale}`` of the engines that run these profiles.
+
+    One that is simulated makes the whole run simulated, so that no figure of it is taken for a measured one.
+    """
+    used = [(engines or {}).get(profiles[name].get("engine")) or engine for name in names if name in profiles]
+    used = used or [engine]
+    simulated = [row for row in used if row.get("kind") == "sim"]
+    if simulated:
+        scales = sorted({row.get("time_scale") for row in simulated if row.get("time_scale") is not None})
+        return {"kind": "simulated", "time_scale": scales[-1] if scales else None}
+    return {"kind": used[0].get("kind"), "time_scale": None}
+
+
 def of(name, profile, engines):
     """The engine of one profile.
 

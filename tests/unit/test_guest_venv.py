@@ -251,6 +251,15 @@ def test_another_engine_is_one_reason_to_restart_and_not_a_list_of_its_caches():
     assert serving.differences(new, process)[0] == ["SPECRIG_ENGINE is 'a', planned 'b'"]
 
 
+def test_a_run_with_one_simulated_engine_is_simulated():
+    table = {"a": {}, "b": {"engine": "fork"}}
+    real = {"kind": "sglang"}
+    sim = {"kind": "sim", "time_scale": 0.5}
+    assert engines.bench(table, ["a", "b"], real, {"fork": sim}) == {"kind": "simulated", "time_scale": 0.5}
+    assert engines.bench(table, ["a"], real, {"fork": sim}) == {"kind": "sglang", "time_scale": None}
+    assert engines.bench(table, ["b"], sim, {"fork": real}) == {"kind": "sglang", "time_scale": None}
+
+
 # ---- damage --------------------------------------------------------------------------------------------------------
 
 

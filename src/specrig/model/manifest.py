@@ -24,7 +24,8 @@ class LaunchRow(msgspec.Struct, frozen=True, kw_only=True):
 
     `server_info`, `models` and `model_info` are what the server said of itself, as it said it (without its keys);
     `server_info_summary` the values that matter by one name each, whatever the server's version calls them, with the
-    names of what it did not tell under `unknown`.
+    names of what it did not tell under `unknown`. `engine` is what was installed for it: name, kind, id, version and
+    that of every package.
     """
 
     launch: int
@@ -35,6 +36,7 @@ class LaunchRow(msgspec.Struct, frozen=True, kw_only=True):
     models: list[dict[str, Any]] = []
     model_info: dict[str, Any] | None = None
     server_info_summary: dict[str, Any] | None = None
+    engine: dict[str, Any] | None = None
     gates: list[dict[str, Any]] = []
 
 
