@@ -134,30 +134,41 @@ def merged(steps, path, label):
         if step["own"] <= 0:
             continue
         name = label(step)
-        if shown and shown[-1]["name"] == name:
-            shown[-1]["seconds"] += step["own"]
-            shown[-1]["end"] = step["end"]
-        else:
-            shown.append({"name": name, "seconds": step["own"], "start": step["end"] - step["own"], "end": step["end"]})
+        if not shown or shown[-1]["name"] != name:
+            start = step["end"] - step["own"]
+            shown.append({"name": name, "seconds": 0.0, "start": start, "end": step["end"], "tasks": {}})
+        last = shown[-1]
+        last["seconds"] += step["own"]
+        last["end"] = step["end"]
+        if step["task"] is not None:
+            last["tasks"][step["task"]] = last["tasks"].get(step["task"], 0.0) + step["own"]
     return shown
 
 
-def line_of(shown, wall, details=None, least=0.03, most=8):
+def mostly(step, line):
+    """The name of the one task that took most of a part of several tasks; None where none did."""
+    if len(step["tasks"]) < 2:
+        return None
+    longest_task = max(step["tasks"], key=lambda index: step["tasks"][index])
+    name = line[longest_task].get("task")
+    if not name or step["tasks"][longest_task] < 0.6 * step["seconds"]:
+        return None
+    return name.rpartition(" : ")[2]
+
+
+def line_of(shown, wall, least=0.03, most=8):
     """One line on the path: ``host 1.2 s > model X 11.2 s (4.9 GB/s) > ... = 63 s of 66 s``.
 
     Steps shorter than ``least`` of the whole are left out, and so is whatever is beyond the ``most`` longest; the sum
     is that of the steps shown.
     """
-    details = details or {}
     keep = [step for step in shown if step["seconds"] >= max(0.05, least * wall)]
     for step in sorted(keep, key=lambda row: row["seconds"])[: max(0, len(keep) - most)]:
         keep.remove(step)
     parts = []
     for step in keep:
-        detail = details.get(step["name"])
-        parts.append(
-            "{0}{1}{2}".format(step["name"], " " + seconds_text(step["seconds"]), " (%s)" % detail if detail else "")
-        )
+        detail = " ({0})".format(step["detail"]) if step.get("detail") else ""
+        parts.append("{0} {1}{2}".format(step["name"], seconds_text(step["seconds"]), detail))
     total = sum(step["seconds"] for step in keep)
     return "{0} = {1} of {2}".format(" > ".join(parts), seconds_text(total), seconds_text(wall))
 
@@ -175,7 +186,12 @@ def told(line, rows, wall):
     label = lambda step: step["name"]  # noqa: E731
     details = {row["name"]: row["detail"] for row in rows if row.get("detail")}
     shown = merged(steps, found["path"], label)
-    lines = [line_of(shown, wall, details)]
+    for step in shown:
+        step["detail"] = details.get(step["name"])
+        if step["detail"] is None and step["seconds"] >= 0.1 * wall:
+            task = mostly(step, line)
+            step["detail"] = "mostly '{0}'".format(task) if task else None
+    lines = [line_of(shown, wall)]
     on_path = {steps[place]["name"] for place in found["path"]}
     begin = line[0]["start"] if line else 0.0
     beside, spare = [], []
@@ -211,7 +227,7 @@ def told(line, rows, wall):
                 "name": step["name"],
                 "start_s": round(step["start"] - begin, 3),
                 "seconds": round(step["seconds"], 3),
-                "detail": details.get(step["name"]),
+                "detail": step["detail"],
             }
             for step in shown
         ],

@@ -108,6 +108,20 @@ def test_a_server_that_was_ready_before_anybody_asked_bounds_nothing() -> None:
     assert "chat: start to completion at most 9.5 s" in lines[1]
 
 
+def test_a_part_names_the_task_that_took_most_of_it() -> None:
+    line = [
+        task("host", 0, 10),
+        task("host : Look", 10, 12),
+        {**task("servers", 12, 14), "task": "role : Look at what serves"},
+        {**task("servers", 14, 40), "task": "role : Install the package"},
+        {**task("gates", 40, 45), "task": "role : Ask"},
+        {**task("gates", 45, 50), "task": "role : Show"},
+    ]
+    lines, record = criticalpath.told(line, [], 50.0)
+    assert "servers 28.0 s (mostly 'Install the package') > gates 10.0 s = " in lines[0]
+    assert [row["detail"] for row in record["path"]][-2:] == ["mostly 'Install the package'", None]
+
+
 def test_a_clock_that_is_off_makes_nothing_longer_than_the_run() -> None:
     late = beside("model M", 5.0, 50.0, 1)
     early = beside("model E", -30.0, 1.5, 1)
