@@ -231,7 +231,10 @@ class Item:
             return
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.temporary)
-        self.number = os.open(self.temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        number = os.open(self.temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        # Of full length at once, for huge=within_size: a huge page has to lie within the file when it is written to.
+        os.ftruncate(number, self.size)
+        self.number = number
 
     def _same_part(self, part):
         try:
@@ -318,7 +321,9 @@ class Copier:
         # Taken from the end. The smallest model comes first: what serves with it starts while the others are copied.
         self._waiting = sorted(items, key=lambda item: (-sizes[item.group], str(item.group), item.size, item.path))
         self._live = []
-        self._change = threading.Condition()
+        lock = threading.Lock()
+        # Something can be done that could not before; a thread more may work.
+        self._change, self._permit = threading.Condition(lock), threading.Condition(lock)
         self._threads, self._share, self._tick = max(1, threads), share, tick
         self._allowed, self._active, self._stop = self._threads, 0, None
 
@@ -342,9 +347,7 @@ class Copier:
                 if self._tick:
                     self._tick()
         except BaseException as problem:
-            with self._change:
-                self._stop = problem
-                self._change.notify_all()
+            self._end(problem)
             for worker in workers:
                 worker.join()
             raise
@@ -364,8 +367,9 @@ class Copier:
                     item, segment = self._next()
                     while item is None and self._live and not self._stop:
                         self._active -= 1
+                        self._permit.notify()
                         self._change.wait(WAIT_S)
-                        self._active += 1
+                        self._wait_for_permit()
                         item, segment = self._next()
                 if item is None or self._stop:
                     return
@@ -374,23 +378,30 @@ class Copier:
                 else:
                     self._help(item, segment, buffer)
         except BaseException as problem:
-            with self._change:
-                self._stop = self._stop or problem
-                self._change.notify_all()
+            self._end(problem)
         finally:
             self._leave()
 
+    def _end(self, problem):
+        with self._change:
+            self._stop = self._stop or problem
+            self._change.notify_all()
+            self._permit.notify_all()
+
     def _enter(self):
         """Wait until another thread may work."""
-        with self._change:
-            while self._active >= min(self._allowed, self._threads) and not self._stop:
-                self._change.wait(WAIT_S)
-            self._active += 1
+        with self._permit:
+            self._wait_for_permit()
+
+    def _wait_for_permit(self):
+        while self._active >= min(self._allowed, self._threads) and not self._stop:
+            self._permit.wait(WAIT_S)
+        self._active += 1
 
     def _leave(self):
-        with self._change:
+        with self._permit:
             self._active -= 1
-            self._change.notify_all()
+            self._permit.notify()
 
     def _next(self):
         """The next thing to do: (item, None) to own, (item, segment) to copy ahead of its owner, or (None, None)."""
