@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from ansible.errors import AnsibleFilterError
 
+from ..module_utils import dialects, modelfiles, placement, serving
 from ..module_utils import engines as engine_table
-from ..module_utils import modelfiles, placement, serving
 
 
 def gate_subjects(profiles, look, only=None):
@@ -71,11 +71,23 @@ def bench_engine(profiles, names, engine, engines):
     return engine_table.bench(dict(profiles), list(names), dict(engine), dict(engines or {}))
 
 
+def profile_dialects(profiles, general=None, engine=None, engines=None):
+    """The overrides of the method table that hold for each profile; see ``dialects.for_profile``."""
+    try:
+        return {
+            name: dialects.for_profile(dict(row), general or {}, engine or {}, engines or {})
+            for name, row in profiles.items()
+        }
+    except dialects.DialectError as error:
+        raise AnsibleFilterError(str(error)) from error
+
+
 class FilterModule:
     def filters(self):
         return {
             "gate_subjects": gate_subjects,
             "smoke_cases": smoke_cases,
+            "profile_dialects": profile_dialects,
             "placement_rows": placement_rows,
             "device_paths": device_paths,
             "engines": engines,

@@ -70,6 +70,10 @@ def test_everything_passes_where_all_is_well(serving: Any) -> None:
         assert {row["gate"] for row in rows if row["subject"] == subject} == {"placement", "server", "budget", "smoke"}
         # One short request and one of the full shape.
         assert len([row for row in rows if row["gate"] == "smoke" and row["subject"] == subject]) == 2
+    told = {row["subject"]: row for row in rows if row["gate"] == "server"}
+    assert (told["chat"]["seen"]["context"], told["agent"]["seen"]["budget"]) == (32768, 15)
+    # Read from the environment of the server's process, and from nothing that it answers.
+    assert "no token cap" in told["chat"]["message"]
     (device,) = [row for row in rows if row["gate"] == "device"]
     assert "simulated driver" in device["message"]
 
@@ -139,13 +143,14 @@ def test_the_incident_no_benchmark_starts_on_it(tampered: Any, tmp_path: Path) -
 
 
 def test_a_shape_that_does_not_fit_is_refused_before_it_is_sent(serving: Any) -> None:
-    shapes = {"chat": [{"prompt_tokens": 32724, "max_tokens": 256}]}
+    shapes = {"chat": [{"prompt_tokens": 32724, "max_tokens": 256, "at_least": 1000, "at_once": 1000}]}
     done = serving.play("preflight", "-e", json.dumps({"preflight_profiles": ["chat"], "preflight_shapes": shapes}))
     assert done.returncode != 0
     rows = [row for row in gates(serving) if row["status"] != "pass"]
-    assert [row["gate"] for row in rows] == ["budget"]
+    assert [row["gate"] for row in rows] == ["server", "budget"]
+    assert "requests at once, and 1000 will be sent" in rows[0]["message"]
     # 32,724 + 256 = 32,980, which is 212 more than the window.
-    assert "32,980 is 212 over the context length 32,768" in rows[0]["message"]
+    assert "32,980 is 212 over the context length 32,768" in rows[1]["message"]
 
 
 def test_after_a_reboot_every_gate_says_what_is_wrong_and_recovery_makes_all_pass(serving: Any) -> None:

@@ -34,8 +34,9 @@ def plan_run(request: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         request: ``sweep`` (its text; with ``run`` the run's own is taken), ``files`` (name to text of the prompts that
-            it names), ``profiles`` (the inventory's mapping), ``dialects`` (the inventory's additions to
-            the method table), ``models`` (folder with the models), ``only`` (globs), ``runs`` (folder of the runs),
+            it names), ``profiles`` (the inventory's mapping), ``dialects`` (by profile, the inventory's
+            and its engine's additions to the method table), ``models`` (folder with the models), ``only`` (globs),
+            ``runs`` (folder of the runs),
             ``run`` (id of the run to go on with, or empty), ``create`` (make or reopen the run folder), ``manifest``
             (more of the manifest), ``time_scale`` (of a simulated engine).
 
@@ -64,7 +65,8 @@ def plan_run(request: Mapping[str, Any]) -> dict[str, Any]:
     model = Path(request["models"]) / sweep.model
     if not model.is_dir():
         raise UsageError(f"{model}: the model is not there; stage it with specrig recover")
-    limits = {name: _limits(profile, model, request.get("dialects") or {}) for name, profile in chosen.items()}
+    overrides = request.get("dialects") or {}
+    limits = {name: _limits(profile, model, overrides.get(name) or {}) for name, profile in chosen.items()}
     scale = float(request.get("time_scale") or 1)
     # a simulated engine starts in seconds of wall time, whatever its time scale
     pace = Pace(launch_s=_SIMULATED_LAUNCH_S / scale) if request.get("time_scale") else Pace()
