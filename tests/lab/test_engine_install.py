@@ -270,13 +270,13 @@ def test_a_damaged_environment_is_built_again_and_only_its_servers_restart(box: 
     agent, chat = box.pid("agent"), box.pid("chat")
     # The engine's, and the package's own.
     box.lab.guest(f"truncate -s 10 {ENGINES}/default/lib/python3*/site-packages/fakedep/__init__.py", check=True)
-    box.lab.guest("rm /opt/specrig/venv/lib/python3*/site-packages/specrig/py.typed", check=True)
+    box.lab.guest("rm /opt/specrig/venv/lib/python3*/site-packages/specrig/errors.py", check=True)
     shown = box.right(**values)
     assert f"{ENGINES}/default is damaged: fakedep has 1 files, 10 bytes instead of 1, " in shown
     assert "/opt/specrig/venv is damaged: specrig has " in shown
     assert "installed engine default with fakeengine 1.0" in shown
     assert "installed specrig" in shown
-    assert box.lab.guest("ls /opt/specrig/venv/lib/python3*/site-packages/specrig/py.typed").returncode == 0
+    assert box.lab.guest("ls /opt/specrig/venv/lib/python3*/site-packages/specrig/errors.py").returncode == 0
     assert box.pid("chat") != chat
     assert box.pid("agent") == agent
     assert "changed=0" in box.right(**values)
