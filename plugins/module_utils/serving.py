@@ -872,7 +872,13 @@ def smoke_cases(profiles, names, settings):
             "timeout_s": settings.get("timeout_s") or 600,
             "api_key": settings.get("api_key"),
             "expect": serverinfo.expected(
-                name, profile, method, engine, settings["model_root"], needs, version if upstream else None
+                name,
+                dict(profile, draft_model=draft_path(profile, settings["model_root"])),
+                method,
+                engine,
+                settings["model_root"],
+                needs,
+                version if upstream else None,
             ),
         }
         cases.append(dict(base, label="short", prompt_tokens=None, max_tokens=8))
