@@ -583,6 +583,72 @@ def test_paths_that_are_not_on_the_controller_are_named(wheelhouse, tmp_path, gi
     assert line in str(caught.value)
 
 
+class Planned:
+    """The plan's action with a guest that answers what a test says."""
+
+    def __init__(self, module: ModuleType, remembered: Any, **facts: Any) -> None:
+        self.module = module
+        self.remembered = remembered
+        self.facts = {"problem": None, "needs": [], "git": True, "reuse": False, "hashes": {}, **FACTS, **facts}
+        self.asked: list[dict[str, Any]] = []
+
+    def row(self, about: dict[str, Any] | None = None, check: bool = False, **install: Any) -> dict[str, Any]:
+        action = object.__new__(self.module.ActionModule)
+        action._task = SimpleNamespace(check_mode=check)
+        action._display = SimpleNamespace(display=lambda *words, **more: None)
+
+        def guest(_vars: Any, _install: Any, **asked: Any) -> dict[str, Any]:
+            self.asked.append(asked)
+            return {"facts": self.facts}
+
+        action.guest = guest
+        table = self.module.engines.table(installed(**install), {})
+        return action._row("default", table["default"], about, self.remembered, None)
+
+
+@pytest.fixture
+def plan(repository, monkeypatch, tmp_path):
+    pytest.importorskip("ansible")
+    monkeypatch.setattr(sys, "path", [str(repository / ".collections"), *sys.path])
+    module = importlib.import_module("ansible_collections.specrig.host.plugins.action.engine_plan")
+    hashes = module.wheelhouse.Hashes(tmp_path / "cache.json")
+    return lambda **facts: Planned(module, hashes, **facts)
+
+
+def test_a_right_engine_is_not_asked_about_and_check_mode_asks_nothing(plan):
+    planner = plan()
+    row = planner.row(check=True, requirements=["sglang==0.5.23"])
+    assert (row["needed"], row["why"]) == (True, ["it is not installed"])
+    about = {"record": {"id": row["id"]}, "damaged": None, "wheels": {}}
+    assert planner.row(about, requirements=["sglang==0.5.23"])["needed"] is False
+    assert planner.asked == []
+
+
+def test_what_the_guest_lacks_is_installed_and_what_it_cannot_have_is_told(plan, tmp_path):
+    reference = {"requirements": ["git+https://example.net/sglang.git@v1"]}
+    assert plan(git=False).row(**reference)["needs"] == ["git"]
+    assert plan(git=True).row(**reference)["needs"] == []
+    # Offline the controller fetches it.
+    assert plan(git=False).row(**reference, offline=True)["needs"] == []
+    assert plan(problem="no ensurepip", needs=["python3.11-venv"]).row(**reference)["needs"] == ["python3.11-venv"]
+    # A build that is still there needs nothing.
+    assert plan(git=False, reuse=True).row(**reference)["needs"] == []
+    planner = plan(problem="the guest has no python3.99 that runs")
+    with pytest.raises(planner.module.engines.EngineError, match=r"no python3\.99 that runs"):
+        planner.row(**reference)
+    planner = plan(hashes={"/opt/src": None})
+    with pytest.raises(planner.module.engines.EngineError, match="/opt/src is not in the guest; correct its path"):
+        planner.row(requirements=["guest:/opt/src"])
+    planner = plan()
+    with pytest.raises(planner.module.engines.EngineError, match=r"the wheelhouse .*/gone is not on the controller"):
+        planner.row(requirements=["a"], wheelhouse=str(tmp_path / "gone"))
+    (tmp_path / "bare").mkdir()
+    with pytest.raises(
+        planner.module.engines.EngineError, match=r"/bare has nothing for Python 3\.\d+ on \w+; fill it"
+    ):
+        planner.row(requirements=["a"], wheelhouse=str(tmp_path / "bare"))
+
+
 def test_a_copy_goes_on_where_an_earlier_one_was_cut_off(repository, monkeypatch, tmp_path):
     pytest.importorskip("ansible")
     monkeypatch.setattr(sys, "path", [str(repository / ".collections"), *sys.path])
