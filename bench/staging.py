@@ -41,8 +41,10 @@ RUNNER = (
     # Not ru_maxrss, which starts with what the parent had.
     "words = lambda: open('/proc/self/status').read().split()\n"
     "peak = lambda found: int(found[found.index('VmHWM:') + 1]) * 1024\n"
-    "started = time.perf_counter()\n"
-    "note = lambda: json.dump([time.perf_counter() - started, peak(words())], open(sys.argv[3], 'w'))\n"
+    "clocks = lambda: (time.perf_counter(), time.process_time())\n"
+    "started = clocks()\n"
+    "took = lambda: [now - then for now, then in zip(clocks(), started)]\n"
+    "note = lambda: json.dump([*took(), peak(words())], open(sys.argv[3], 'w'))\n"
     "atexit.register(note)\n"
     "module.main()\n"
 )
@@ -259,6 +261,8 @@ def compare(claims: Claims, source: Path, scratch: Path, size: int, streams: int
             contestants["rclone"] = ["rclone", "--config", "/dev/null", "copy", str(source), str(target / "M")]
         if peers["rsync"]:
             contestants["rsync"] = ["rsync", "-a", f"{source}/", str(target / "M")]
+        # Memory that a virtual machine never touched before costs its first user more: let that be nobody's.
+        run(contestants["cp"])
         for number in range(repeat):
             costs, cached = {}, 1.0
             for name, command in contestants.items():
@@ -290,12 +294,12 @@ def compare(claims: Claims, source: Path, scratch: Path, size: int, streams: int
             )
         else:
             claims.add(title, None, "x", 1, True, f"{name} is not installed")
-    over = statistics.median(seconds / limit for (seconds, _peak), limit in zip(noted, limits, strict=True))
+    over = statistics.median(seconds / limit for (seconds, _cpu, _peak), limit in zip(noted, limits, strict=True))
     claims.add("staging with proof, against (copy CPU + hash CPU) / cores", over, "x", 1.2, False, busy)
-    worked = statistics.median(costs["ours"].cpu_s / limit / cores for costs, limit in zip(rounds, limits, strict=True))
+    worked = statistics.median(cpu / limit / cores for (_seconds, cpu, _peak), limit in zip(noted, limits, strict=True))
     claims.add("CPU seconds of staging with proof, against copy CPU + hash CPU", worked, "x", 1.2, False)
     claims.add(
-        "peak memory of staging, whatever the size", max(peak for _seconds, peak in noted) / 1e6, "MB", 200, False
+        "peak memory of staging, whatever the size", max(peak for _seconds, _cpu, peak in noted) / 1e6, "MB", 200, False
     )
 
 
