@@ -71,11 +71,11 @@ class ActionModule(ActionBase):
         engine_id = engines.identity(install, there)
         folder = wheelhouse.place(install["wheelhouse"]) if install["wheelhouse"] else None
         files = wheelhouse.files(folder, hashes) if folder and folder.is_dir() else []
-        why = engines.why_not(engine_id, about, {row["name"]: row["sha256"] for row in files})
+        record = engines.record(name, engine["kind"], install, engine_id)
+        why = engines.why_not(engine_id, about, {row["name"]: row["sha256"] for row in files}, record)
         row = {"needed": bool(why), "why": why, "id": engine_id, "problem": None, "needs": [], "venv": install["venv"]}
         if not why or self._task.check_mode:
             return row
-        record = engines.record(name, engine["kind"], install, engine_id)
         facts = self.guest(task_vars, install, step="look", record=record, wheels=files)["facts"]
         row["reuse"] = facts["reuse"]
         if facts["reuse"]:

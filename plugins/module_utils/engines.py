@@ -165,6 +165,12 @@ def _install(name, kind, given):
         if not isinstance(step, dict):
             raise EngineError("{0} is {1!r}, expected requirements, no_deps, ...".format(at, step))
         _known(at, step, _STEP_KEYS)
+        for word in list(step.get("pip_args") or []) + list(shared["pip_args"] or []):
+            if has_credentials(str(word)):
+                raise EngineError(
+                    "{0}.pip_args has a URL with credentials, which would be shown; put it into index_url or "
+                    "extra_index_urls".format(at)
+                )
         merged = dict(shared, **{key: value for key, value in step.items() if value is not None})
         texts = _texts(at, "requirements", merged.get("requirements"))
         if not texts:
@@ -324,13 +330,14 @@ def record(name, kind, install, engine_id):
     }
 
 
-def why_not(record_id, about, wheels):
+def why_not(record_id, about, wheels, wanted=None):
     """Why an installation is needed: a list of lines, empty where what is there is right.
 
     Args:
         record_id: the wanted id.
         about: what ``venvs.look`` saw at the path, or None.
         wheels: file name to sha256 of the wheelhouse's files, or None where there is none.
+        wanted: the record that is wanted, to say what differs.
     """
     about = about or {}
     if about.get("damaged"):
@@ -338,10 +345,19 @@ def why_not(record_id, about, wheels):
     if not about.get("record"):
         return ["it is not installed"]
     if about["record"].get("id") != record_id:
-        return ["the inventory asks for other requirements than those installed"]
+        line = "the inventory asks for other requirements than those installed"
+        return [line + (" ({0})".format(_difference(about["record"], wanted)) if wanted else "")]
     used, there = about.get("wheels") or {}, wheels or {}
     replaced = sorted(name for name in used if there.get(name, used[name]) != used[name])
     return ["{0} was replaced in the wheelhouse".format(", ".join(replaced))] if replaced else []
+
+
+def _difference(before, after):
+    old, new = ([text for step in row.get("steps") or [] for text in step["requirements"]] for row in (before, after))
+    words = ["+" + text for text in new if text not in old] + ["-" + text for text in old if text not in new]
+    if not words:
+        return "the same names; what lies there, or an option, changed"
+    return " ".join(words[:6]) + (" and {0} more".format(len(words) - 6) if len(words) > 6 else "")
 
 
 def wheels_used(files, packages):

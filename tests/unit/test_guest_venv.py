@@ -88,6 +88,11 @@ def test_a_requirement_says_what_it_is_and_where_it_lies(text, kind, path, side,
         ),
         (installed(requirements=["a"], keep=-1), {}, "keep is -1, expected a number from 0"),
         (installed(requirements=["a"], offline="maybe"), {}, "offline is 'maybe', expected true or false"),
+        (
+            installed(requirements=["a"], pip_args=["--proxy=http://someone:hunter2@proxy:1"]),
+            {},
+            "pip_args has a URL with credentials, which would be shown; put it into index_url or extra_index_urls",
+        ),
         (installed(requirements=["guest:x"]), {}, "'guest:x' is no path in the guest, expected guest:/..."),
         (
             installed(requirements=["a"], venv="/opt/x"),
@@ -142,7 +147,6 @@ def test_a_record_holds_no_credentials():
     given = installed(
         requirements=["git+https://someone:hunter2@example.net/x.git@v1"],
         index_url="https://someone:hunter2@example.net/simple",
-        pip_args=["--proxy=http://someone:hunter2@proxy:1"],
     )
     install = engines.table(given, {})["default"]["install"]
     text = json.dumps(engines.record("default", "sglang", install, "1"))
@@ -156,6 +160,13 @@ def test_why_an_installation_is_needed():
     assert engines.why_not("1", there, {"a.whl": "x", "more.whl": "z"}) == []
     assert engines.why_not("1", there, {"a.whl": "other"}) == ["a.whl was replaced in the wheelhouse"]
     assert engines.why_not("2", there, None) == ["the inventory asks for other requirements than those installed"]
+    was, wanted = [
+        {"id": number, "steps": [{"requirements": ["torch==2.13.0", f"sglang==0.5.{number}"]}]} for number in "12"
+    ]
+    assert engines.why_not("2", {"record": was}, None, wanted)[0].endswith(" (+sglang==0.5.2 -sglang==0.5.1)")
+    assert engines.why_not("3", {"record": was}, None, was)[0].endswith(
+        " (the same names; what lies there, or an option, changed)"
+    )
     assert engines.why_not("1", {"record": None, "damaged": "torch is missing"}, None) == [
         "it is damaged: torch is missing"
     ]
