@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from specrig.errors import SpecrigError, UsageError
+from specrig.ops import benchmark
 from specrig.runs.folder import RunFolder
 from specrig.runs.lines import LineFile, WriteError, read_lines, write_atomic
 
@@ -246,3 +247,16 @@ def test_a_cell_whose_requests_are_lost_runs_again(tmp_path: Path, loss: str) ->
         run.finish_cell({**row("b", "done"), "requests": 2})
         assert ("b", 0) in run.done_cells()
         assert sum(line["cell"] == "b" for line in run.read_requests()) == 2
+
+
+def test_what_a_run_without_a_plan_lacks_is_told_by_its_own_cells(tmp_path: Path) -> None:
+    cells = [{"id": "a"}, {"id": "b"}, {"id": "c"}]
+    with RunFolder.create(tmp_path / "r", {"name": "n", "cells": cells}) as run, run.lock():
+        # Before it measured anything, what it lacks is not known.
+        assert benchmark.describe(tmp_path / "r")["missing"] is None
+        run.update_manifest(lambda manifest: manifest.update(launches=[{"launch": 0}]))
+        run.append_request(record("a", 0))
+        run.finish_cell(row("a", "done"))
+        run.finish_cell(row("b", "aborted"))
+    told = benchmark.describe(tmp_path / "r")
+    assert (told["done"], told["missing"]) == (1, 2)

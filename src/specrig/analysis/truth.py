@@ -55,15 +55,19 @@ def read_truth(paths: Iterable[str | Path]) -> dict[str, Row]:
     """Request id -> the engine's record, from truth files (JSON lines).
 
     Raises:
-        UsageError: a file cannot be read.
+        UsageError: a file cannot be read, or holds no record of an engine.
     """
     out: dict[str, Row] = {}
     for path in map(Path, paths):
         if not path.is_file():
             raise UsageError(f"{path}: no such truth file; name the file given to --sim-truth")
-        for row in read_objects(path, []):
-            if isinstance(row.get("rid"), str):
-                out[row["rid"]] = row
+        rows = {row["rid"]: row for row in read_objects(path, []) if isinstance(row.get("rid"), str)}
+        if not rows:
+            raise UsageError(
+                f"{path}: holds no record of the simulated engine (JSON lines with a rid); name the file given to "
+                "--sim-truth"
+            )
+        out.update(rows)
     return out
 
 

@@ -145,12 +145,13 @@ def show_run(args: argparse.Namespace) -> int:
 
 def describe(folder: Path) -> dict[str, Any]:
     """What a run folder holds, in a few values: counts are of (cell, launch) pairs, None is unknown."""
-    from specrig.ops.guest_bench import missing
+    from specrig.runs.measure import unfinished
 
     run = RunFolder.open(folder)
     manifest = run.manifest
     cells = run.read_cells()
-    planned = bool(manifest.get("plan", {}).get("launches"))
+    # A run against a server that was there has no plan; its own launches and cells say what it was to do.
+    told = bool(manifest.get("plan", {}).get("launches") or (manifest.get("launches") and manifest.get("cells")))
     engine = manifest.get("engine") or {}
     kind = str(engine.get("kind") or "unknown")
     scale = engine.get("time_scale")
@@ -164,7 +165,7 @@ def describe(folder: Path) -> dict[str, Any]:
         "engine": f"{kind} (time scale {scale})" if kind == "simulated" and scale is not None else kind,
         "done": sum(1 for cell in cells if cell.get("state") == "done"),
         "invalid": sum(1 for cell in cells if cell.get("state") == "invalid"),
-        "missing": len(missing(run)) if planned else None,
+        "missing": unfinished(run) if told else None,
         "skipped": [f"{item.get('title') or item['cell']}: {item['reason']}" for item in manifest.get("skipped", [])],
         "failed": [
             f"launch {item['launch']} of {item.get('profile', 'unknown')}: {item['error']}"

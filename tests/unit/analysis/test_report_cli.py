@@ -222,6 +222,8 @@ def test_skipped_placement_and_gates_are_shown(builder: Any, fill_run: Any) -> N
         (["report", "RUN", "--margin", "wide"], "not a share"),
         (["report", "RUN", "--level", "100%"], "out of range"),
         (["report", "RUN", "--truth", "none.jsonl"], "no such truth file"),
+        (["report", "RUN", "--truth", "garbage.jsonl"], "garbage.jsonl: holds no record of the simulated engine"),
+        (["report", "RUN", "--truth", "empty.jsonl"], "empty.jsonl: holds no record of the simulated engine"),
         (["compare", "RUN", "nowhere"], "no such folder"),
         (["compare", "RUN", "RUN", "--metrics", "speed"], "expected some of"),
         (["compare", "RUN", "RUN", "--max-regression", "-5%"], "out of range"),
@@ -233,6 +235,8 @@ def test_bad_input_is_one_line_and_exit_2(
     folder = make_run(launches=1)
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
+    Path("garbage.jsonl").write_bytes(b'\x00\xff\xfe\x80\n[1]\n{"rid": 3}\n{"rid"')
+    Path("empty.jsonl").touch()
     argv = [argv[0], *(str(folder) if a == "RUN" else a for a in argv[1:])]
     if "--max-regression" in argv:
         argv = [*argv[:3], "--max-regression=-5%"]
