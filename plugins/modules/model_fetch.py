@@ -113,7 +113,8 @@ from ansible.module_utils.basic import AnsibleModule
 from ..module_utils import hubworker, modelfiles, modelhub, stagecopy
 from ..module_utils.modelfiles import ModelError
 
-ROUNDS = 4
+# The library itself tries for half a minute each time.
+ROUNDS = 2
 FIRST_PAUSE_S = 2.0
 TICK_S = 0.5
 CHUNK_BYTES = 4 * 1024 * 1024
@@ -531,6 +532,8 @@ def bring(model, worker, params, tell):
 def fetch(model, worker, params):
     """Has one model whole in its folder; returns a row of the result."""
     started = time.monotonic()
+    with contextlib.suppress(OSError):
+        os.makedirs(params["progress_dir"], mode=0o755, exist_ok=True)
     progress = stagecopy.Progress(params["progress_dir"], model.name + "@hub")
     total = sum(row["size"] for row in model.files.values())
     told = {"bytes_total": total, "files_total": len(model.files)}

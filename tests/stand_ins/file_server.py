@@ -237,25 +237,30 @@ class Mirror:
             return [row for row in self.log if method in (None, row[0]) and path in (None, row[1])]
 
 
+def follow(mirror, log):
+    """Write what is asked to a file, until this process is ended."""
+    written = 0
+    while True:
+        time.sleep(0.05)
+        rows = mirror.asked()
+        if log and len(rows) > written:
+            with pathlib.Path(log).open("a", encoding="utf-8") as handle:
+                handle.writelines(f"{method} {path} {part}\n" for method, path, part, _own in rows[written:])
+            written = len(rows)
+
+
 def main():
     """Serve a folder."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder")
     parser.add_argument("port", type=int)
-    parser.add_argument("--rate", type=float, default=0)
+    parser.add_argument("--rate", type=float, default=0, help="bytes a second of a connection")
     parser.add_argument("--log")
     given = parser.parse_args()
     mirror = Mirror(folder=given.folder, port=given.port, address="0.0.0.0")
     mirror.rate_bytes_s = given.rate
     with mirror:
-        written = 0
-        while True:
-            time.sleep(0.1)
-            rows = mirror.asked()
-            if given.log and len(rows) > written:
-                with pathlib.Path(given.log).open("a", encoding="utf-8") as handle:
-                    handle.writelines(f"{method} {path} {part}\n" for method, path, part, _own in rows[written:])
-                written = len(rows)
+        follow(mirror, given.log)
 
 
 if __name__ == "__main__":

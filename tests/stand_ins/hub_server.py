@@ -4,8 +4,8 @@ What it serves has the real one's shape: the listing of a commit in pages, with 
 names of the others; a file's head with commit, ETag, and for LFS files a redirect to another server, as if to a CDN. It
 never offers Xet, so that huggingface_hub takes plain HTTP and the bytes come from here.
 
-As a script: ``hub_server.py FOLDER PORT COMMIT [--rate BYTES_PER_S]`` serves FOLDER/ORG/REPO/* at that commit, large
-files from the next port.
+As a script: ``hub_server.py FOLDER PORT COMMIT [--rate BYTES_PER_S] [--log FILE]`` serves FOLDER/ORG/REPO/* at that
+commit, large files from the next port.
 Standard library only.
 """
 
@@ -17,8 +17,6 @@ import importlib.util
 import json
 import pathlib
 import re
-import sys
-import time
 import urllib.parse
 
 
@@ -197,6 +195,7 @@ def main():
     parser.add_argument("commit")
     parser.add_argument("--rate", type=float, default=0)
     parser.add_argument("--host", default="127.0.0.1", help="how clients reach it")
+    parser.add_argument("--log")
     given = parser.parse_args()
     repos = {}
     for folder in given.folder.glob("*/*"):
@@ -206,9 +205,7 @@ def main():
     hub.cdn.rate_bytes_s = given.rate
     hub.url, hub.cdn.url = f"http://{given.host}:{hub.port}", f"http://{given.host}:{hub.cdn.port}"
     with hub:
-        print("serving", *repos, file=sys.stderr)
-        while True:
-            time.sleep(1)
+        file_server.follow(hub, given.log)
 
 
 if __name__ == "__main__":
