@@ -178,6 +178,8 @@ def test_why_an_installation_is_needed():
     [
         ("a-1-py3-none-any.whl", True),
         ("a-1-py2.py3-none-any.whl", True),
+        ("a-1-py37-none-any.whl", True),
+        ("a-1-py312-none-any.whl", False),
         ("a-1-cp311-cp311-manylinux_2_28_x86_64.whl", True),
         ("a-1-cp311-cp311-manylinux_2_17_aarch64.whl", False),
         ("a-1-cp310-cp310-manylinux1_x86_64.whl", False),
