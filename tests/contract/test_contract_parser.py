@@ -195,6 +195,19 @@ def test_ddtree_is_in_no_release(parsers: Parsers, dialect: str) -> None:
         serving.plan_unit("p", row, PLACED, settings)
 
 
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_server_with_a_key(parsers: Parsers, release: str) -> None:
+    """The key stands in a file that the command line names: the option is there, and the key is not."""
+    row = {"model": "m", "method": "autoregressive", "tp": 1, "context_length": 4096, "port": 1}
+    settings = {"engine": engine(release), "model_root": "/srv/models", "api_key": "sk-1"}
+    line = list(serving.plan_unit("p", row, PLACED, settings)["argv"][3:])
+    assert "sk-1" not in " ".join(line)
+    (answer,) = parsers.ask(release, [line])
+    assert "error" not in answer
+    assert answer["shortened"] == []
+    assert answer["values"]["config"].endswith("/p.secrets.yaml")
+
+
 @pytest.mark.parametrize("inventory", ["lab", "rtxpro6000x8"])
 @pytest.mark.parametrize("release", RELEASES[1:])
 def test_the_profiles_of_the_inventories(parsers: Parsers, repository: Path, inventory: str, release: str) -> None:
