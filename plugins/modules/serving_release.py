@@ -24,11 +24,11 @@ options:
     description: Model to one line on why it will not be there.
     type: dict
     default: {}
-author: specrig developers (@specrig)
   given_up:
     description: RV(given_up) of an earlier task of this kind, to which it is added.
     type: dict
     default: {}
+author: specrig developers (@specrig)
 attributes:
   check_mode:
     description: Says what would be started.
