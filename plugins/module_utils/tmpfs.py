@@ -255,8 +255,8 @@ def differences(want, live, used_bytes, used_inodes):
         else:
             differ("nr_inodes", now["nr_inodes"] or "the kernel's", goal["nr_inodes"], "remount")
     if now["noswap"] != goal["noswap"]:
-        words = {True: "noswap", False: "swap"}
-        differ("noswap", words[now["noswap"]], words[goal["noswap"]], "new", "it is fixed for the life of a tmpfs")
+        words = {True: "off", False: "on"}
+        differ("swap", words[now["noswap"]], words[goal["noswap"]], "new", "noswap is fixed for the life of a tmpfs")
     if live["flags"] != want["flags"]:
         differ("flags", ",".join(sorted(live["flags"])) or "none", ",".join(sorted(want["flags"])) or "none", "remount")
     return rows

@@ -138,8 +138,8 @@ def mount(text: str, flags: str = "rw,nosuid") -> dict[str, Any]:
         ("size=4k,huge=always", "size=4k", {"size": None, "huge": "remount"}),
         ("size=4k", "size=4k,mpol=bind:0", {"mpol": "remount"}),
         ("size=4k,mpol=bind:0", "size=4k", {"mpol": "new"}),
-        ("size=4k", "size=4k,noswap", {"noswap": "new"}),
-        ("size=4k,noswap", "size=4k", {"noswap": "new"}),
+        ("size=4k", "size=4k,noswap", {"swap": "new"}),
+        ("size=4k,noswap", "size=4k", {"swap": "new"}),
         ("size=4k,nr_inodes=100", "size=4k,nr_inodes=200", {"nr_inodes": "remount"}),
         ("size=4k,nr_inodes=100", "size=4k,nr_inodes=2", {"nr_inodes": "refuse"}),
         ("size=4k,nr_inodes=0", "size=4k,nr_inodes=200", {"nr_inodes": "new"}),
@@ -180,7 +180,8 @@ def test_a_mount_differs_never_from_itself_and_from_another_only_in_what_is_told
     assert tmpfs.differences(mount(one), mount(one), 0, 0) == []
     rows = {row["what"] for row in tmpfs.differences(mount(one), mount(other), 0, 0)}
     a, b = mount(one)["options"], mount(other)["options"]
-    assert {"huge", "mpol", "noswap"} & rows == {key for key in ("huge", "mpol", "noswap") if a[key] != b[key]}
+    names = {"huge": "huge", "mpol": "mpol", "noswap": "swap"}
+    assert set(names.values()) & rows == {name for key, name in names.items() if a[key] != b[key]}
 
 
 # ---- the module, with stand-ins for the commands
@@ -288,7 +289,7 @@ def test_what_needs_a_new_mount_waits_while_a_model_lies_there(host):
     (host.state / "log").unlink()
     host.kernel("size=1048576k,mode=755,noswap")
     done = host(noswap=True)
-    assert [row["what"] for row in done["pending"]] == ["noswap"]
+    assert [row["what"] for row in done["pending"]] == ["swap"]
     (note,) = done["specrig"]["notes"]
     assert "Qwen in it would be lost: stop what serves, then 'systemctl restart" in note
     assert log(host) == ["daemon-reload "]
