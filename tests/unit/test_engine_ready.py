@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -385,3 +385,44 @@ def test_who_holds_a_port_in_words() -> None:
     assert readiness.holder_text(holders) == (
         "pid 4 (python3 -m http.server, user root, squatter.service) and pid 5 (command unknown, user unknown)"
     )
+
+
+def test_the_wait_goes_on_in_parts_and_shows_in_between_how_far_each_is(module: ModuleType, monkeypatch) -> None:
+    action = importlib.import_module("ansible_collections.specrig.host.plugins.action.engine_ready")
+    waiting = {"profile": "chat", "ready": False, "seen": "6 of 600 s: it is loading"}
+    serving = {"profile": "agent", "ready": True, "seen": None}
+    answers = [
+        {"pending": ["chat"], "rows": [waiting, serving]},
+        {"pending": ["chat"], "rows": [{**waiting, "seen": "21 of 600 s: it is loading"}, serving]},
+        {"pending": [], "rows": [{**waiting, "ready": True, "seen": None}, serving], "changed": False},
+    ]
+    asked: list[dict[str, Any]] = []
+    shown: list[str] = []
+
+    def execute(module_name: str, module_args: dict[str, Any], task_vars: Any) -> dict[str, Any]:
+        assert module_name == "specrig.host.engine_ready"
+        asked.append(dict(module_args))
+        return answers[len(asked) - 1]
+
+    monkeypatch.setattr(action.ActionBase, "run", lambda *_: {})
+    monkeypatch.setattr(action.Display, "display", lambda _self, text, *_, **__: shown.append(text))
+    plugin = action.ActionModule.__new__(action.ActionModule)
+    plugin._task = SimpleNamespace(args={"targets": [{"name": "chat"}]})
+    plugin._execute_module = execute
+    done = plugin.run(task_vars={})
+    assert done["rows"][0]["ready"]
+    assert shown == ["  chat: 6 of 600 s: it is loading", "  chat: 21 of 600 s: it is loading"]
+    assert [row["rows"] for row in asked] == [[], answers[0]["rows"], answers[1]["rows"]]
+    assert 0 < asked[0]["patience_s"] < asked[1]["patience_s"]
+    assert asked[0]["waited_s"] <= asked[1]["waited_s"] <= asked[2]["waited_s"]
+
+
+def test_a_wait_that_fails_is_not_gone_on_with(module: ModuleType, monkeypatch) -> None:
+    action = importlib.import_module("ansible_collections.specrig.host.plugins.action.engine_ready")
+    answers = [{"failed": True, "msg": "chat: x", "pending": ["agent"]}]
+    monkeypatch.setattr(action.ActionBase, "run", lambda *_: {})
+    plugin = action.ActionModule.__new__(action.ActionModule)
+    plugin._task = SimpleNamespace(args={"targets": []})
+    plugin._execute_module = lambda **_: answers.pop(0)
+    assert plugin.run(task_vars={})["msg"] == "chat: x"
+    assert answers == []
