@@ -70,9 +70,9 @@ def text(progress):
         return head + (progress["message"] or "its staging failed")
     amount = amount_text(progress["bytes_done"], progress["bytes_total"])
     if progress["state"] == "done":
-        return head + done_text(
-            progress["bytes_total"], progress["updated_unix"] - progress["started_unix"], progress["rate_bytes_s"]
-        )
+        seconds = progress["updated_unix"] - progress["started_unix"]
+        told = done_text(progress["bytes_total"], seconds, progress["rate_bytes_s"])
+        return head + (told.replace("staged", progress["message"], 1) if progress["message"] else told)
     parts = [amount, rate_text(progress["rate_bytes_s"]), left_text(progress["eta_s"])]
     return head + ", ".join(part for part in parts if part)
 

@@ -545,7 +545,7 @@ def fetch(model, worker, params):
         raise
     seconds = time.monotonic() - started
     amount = sum(model.files[path]["size"] for path in model.fetched)
-    progress.tell("done", total, files_done=len(model.files), **told)
+    progress.tell("done", total, "downloaded", files_done=len(model.files), **told)
     return {
         "files": len(model.files),
         "bytes": total,

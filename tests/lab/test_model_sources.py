@@ -105,9 +105,9 @@ def killed_on_the_way(lab: Any, play: tuple[str, ...], model: str, come: int) ->
 
 def test_both_come_killed_on_the_way_and_then_stay(lab: Any, play: tuple[str, ...]) -> None:
     check = lab.play(*play, "--check")
-    assert check.returncode != 0 or "would download model draft from lab/draft" in check.stdout, (
-        check.stdout + check.stderr
-    )
+    assert check.returncode == 0, check.stdout + check.stderr
+    assert "would download model draft from lab/draft" in check.stdout, check.stdout
+    assert asked(lab, "hub") == []
 
     # Its small files are whole by then; the library writes a large one in pieces of 10 MB.
     out = killed_on_the_way(lab, play, "draft@hub", 20_000)

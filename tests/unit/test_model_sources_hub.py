@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from specrig.facts import hubworker, modelhub
+from specrig.facts import hubworker, modelhub, stageprogress
 from specrig.facts.modelfiles import ModelError
 
 COMMIT, NEXT = "0123456789abcdef0123456789abcdef01234567", "f" * 40
@@ -106,6 +106,7 @@ def test_a_model_comes_once_proven_and_then_asks_nothing(fetch, hub, tmp_path):
     assert sorted(row["fetched"]) == sorted(MODEL)
     progress = json.loads((tmp_path / "progress" / "M@hub.json").read_text())
     assert (progress["state"], progress["bytes_done"], progress["bytes_total"]) == ("done", 305_009, 305_009)
+    assert stageprogress.text(stageprogress.parse(progress)).startswith("model M@hub: downloaded, 305 kB in ")
 
     before = len(hub.asked())
     again = fetch()
