@@ -35,7 +35,7 @@ options:
       - How many threads copy and hash, for all models together; V(0) is one per CPU, at least 4 and at most 16. Where
         several stagings go on at once they share it.
     type: int
-    default: 4
+    default: 0
   copy:
     description: V(false) only says whether the models are there.
     type: bool
@@ -426,7 +426,7 @@ def main():
         argument_spec={
             "models": {"type": "dict", "required": True},
             "target": {"type": "path", "required": True},
-            "streams": {"type": "int", "default": 4},
+            "streams": {"type": "int", "default": 0},
             "copy": {"type": "bool", "default": True},
             "state_dir": {"type": "path", "default": "/var/lib/specrig/models"},
             "progress_dir": {"type": "path", "default": "/run/specrig/staging"},

@@ -187,7 +187,7 @@ def test_killed_in_the_middle_it_goes_on_where_it_was(stage, source, tmp_path, r
     part = stage.target / (modelfiles.TEMPORARY_PREFIX + "model-00002-of-00002.safetensors")
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         deadline = time.monotonic() + 30
-        while not (part.exists() and part.stat().st_size and (stage.target / "config.json").exists()):
+        while not (part.exists() and part.stat().st_blocks and (stage.target / "config.json").exists()):
             assert time.monotonic() < deadline
             assert process.poll() is None, "too fast to be killed in the middle"
         process.send_signal(signal.SIGKILL)
