@@ -153,6 +153,9 @@ def test_the_acceptance_bound_of_a_tree_is_its_depth_never_its_nodes() -> None:
     }
     assert checks.acceptance_bound("ddtree-b31", tree) == 16
     assert checks.acceptance_bound("autoregressive", chain) is None
+    # EAGLE with 4 branches a step: five steps are five levels, however many of the 16 nodes are verified
+    eagle = {"speculative_algorithm": "EAGLE3", "speculative_num_steps": 5, "speculative_num_draft_tokens": 16}
+    assert checks.acceptance_bound("eagle3", eagle) == 6
 
 
 def reached(streams: list[Stream], polls: list[tuple[float, int, int]] | None = None, concurrency: int = 4) -> Any:

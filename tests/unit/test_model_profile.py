@@ -56,3 +56,10 @@ def test_the_inventories_of_the_repository(repository: Path) -> None:
         "ddtree-b15",
         "ddtree-b31",
     }
+
+
+def test_the_aliases_are_those_of_the_table_of_methods() -> None:
+    from specrig.facts import dialects
+    from specrig.model.profile import ALIASES
+
+    assert {alias: name for name, row in dialects.TABLE.items() for alias in row["aliases"]} == ALIASES

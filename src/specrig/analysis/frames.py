@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from specrig.errors import UsageError
+from specrig.model.profile import ALIASES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -25,7 +26,7 @@ Part = tuple[str, int]
 """One cell in one launch: the unit of validity."""
 
 RUN_FILES = ("manifest.json", "requests.jsonl", "cells.jsonl")
-METHOD_ALIASES = {"auto": "autoregressive", "linear": "dflash"}
+METHOD_ALIASES = ALIASES
 
 _NUMBERS = (
     *("tp", "launch", "block", "index", "status", "turn", "tool_s"),

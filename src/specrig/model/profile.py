@@ -11,7 +11,7 @@ from specrig.errors import UsageError
 from specrig.model import read
 
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")
-ALIASES = {"auto": "autoregressive", "linear": "dflash"}
+ALIASES = {"auto": "autoregressive", "linear": "dflash", "eagle2": "eagle", "mtp": "nextn", "lookahead": "ngram"}
 _LABEL = re.compile(r"^(?P<method>[a-z][a-z0-9_-]*?)(?:-b(?P<budget>[1-9][0-9]{0,4}))?$")
 
 
