@@ -364,7 +364,12 @@ def owner_of(place, uid):
         first, outer, count = (int(word) for word in line.split())
         if outer <= uid < outer + count:
             inner = first + uid - outer
-    for line in (unitfiles.read(root + "/root/etc/passwd") or "").splitlines():
+    passwd = root + "/root/etc/passwd"
+    # A guest may have put anything there, a pipe that never answers for one.
+    regular = False
+    with contextlib.suppress(OSError):
+        regular = stat.S_ISREG(os.lstat(passwd).st_mode)
+    for line in (unitfiles.read(passwd) or "").splitlines() if regular else []:
         fields = line.split(":")
         if len(fields) > 2 and fields[2] == str(inner):
             return fields[0]
