@@ -477,6 +477,9 @@ def main():
         if todo and not only_look:
             staging = Staging(module.params, said, report)
             staging.run(todo)
+            # Not in the order in which they happened to end.
+            said["gates"].sort(key=lambda row: row["subject"])
+            said["changed"].sort()
             said["notes"] += [note for model in todo for note in model.source.notes]
             if staging.problems:
                 lines = [

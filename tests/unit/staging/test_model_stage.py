@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -258,3 +259,38 @@ def test_what_a_killed_staging_left_is_not_missed_as_room(stage, monkeypatch):
     assert not stage(copy=False).get("failed")
     assert not stage().get("failed")
     assert not left.exists()
+
+
+def both(stage, source, tmp_path) -> Path:
+    """A second model beside the first one, from a folder of its own."""
+    other = tmp_path / "draft"
+    shutil.copytree(source, other)
+    stage.parameters["models"]["draft"] = {"source": str(other)}
+    return other
+
+
+def test_two_models_are_staged_at_once_and_each_tells_how_far_it_is(stage, source, tmp_path, folders):
+    both(stage, source, tmp_path)
+    done = stage()
+    for name, row in done["models"].items():
+        assert folders.listing(stage.target.parent / name) == folders.wanted(source)
+        assert len(row["copied"]) == 4
+        assert row["bytes"] == sum(len(data) for data in folders.wanted(source).values())
+        told = json.loads((Path(stage.parameters["progress_dir"]) / f"{name}.json").read_text())
+        assert (told["state"], told["files_done"], told["files_total"]) == ("done", 4, 4)
+        assert told["bytes_done"] == told["bytes_total"] == row["bytes"]
+    assert [gate["subject"] for gate in done["specrig"]["gates"]] == ["M", "draft"]
+    assert stage()["changed"] is False
+
+
+def test_one_model_that_is_wrong_keeps_no_other_from_being_staged(stage, source, tmp_path, folders):
+    other = both(stage, source, tmp_path)
+    folders.corrupt(other / "model-00001-of-00002.safetensors")
+    done = stage()
+    assert done["failed"] is True
+    assert done["msg"].startswith(f"{other}/model-00001-of-00002.safetensors has sha256 ")
+    assert folders.listing(stage.target) == folders.wanted(source)
+    assert stage(copy=False)["models"]["M"]["complete"] is True
+    assert stage(copy=False)["models"]["draft"]["complete"] is False
+    told = json.loads((Path(stage.parameters["progress_dir"]) / "draft.json").read_text())
+    assert (told["state"], told["message"]) == ("failed", done["msg"])
