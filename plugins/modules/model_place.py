@@ -359,7 +359,7 @@ def owner_of(place, uid):
             return pwd.getpwuid(uid).pw_name
         return None
     root = "/proc/%d" % place["init_pid"]
-    inner = uid
+    inner = None
     for line in (unitfiles.read(root + "/uid_map") or "").splitlines():
         first, outer, count = (int(word) for word in line.split())
         if outer <= uid < outer + count:

@@ -383,3 +383,21 @@ def test_leaked_segments_are_told_and_change_nothing_unless_asked_to(host, monke
     assert done["specrig"]["changed"] == ["host: removed 5 MiB of leaked shared memory of root"]
     assert removed == ["psm_a"]
     assert [row["name"] for row in done["leaked"][0]["segments"]] == ["torch_b"]
+
+
+def test_a_guest_s_user_has_the_name_that_the_guest_gives_its_number(host, tmp_path, monkeypatch):
+    module = importlib.import_module("ansible_collections.specrig.host.plugins.modules.model_place")
+    texts = {
+        "/proc/61/uid_map": "         0     100000      65536\n",
+        "/proc/61/root/etc/passwd": "root:x:0:0::/:/bin/sh\nspecrig:x:997:997::/:/bin/false\n",
+    }
+    monkeypatch.setattr(module.unitfiles, "read", texts.get)
+    monkeypatch.setattr(module.os, "lstat", lambda _path: tmp_path.joinpath("bin", "mount").stat())
+    place = {"guest": "101", "init_pid": 61}
+    assert module.owner_of(place, 100997) == "specrig"
+    # A number that the guest does not have is nobody's there.
+    assert module.owner_of(place, 997) is None
+    assert module.owner_of(place, 100001) is None
+    # What is no regular file is not opened.
+    monkeypatch.setattr(module.os, "lstat", lambda _path: tmp_path.stat())
+    assert module.owner_of(place, 100997) is None
