@@ -335,13 +335,11 @@ class Copier:
         for worker in workers:
             worker.start()
         try:
-            while any(worker.is_alive() for worker in workers):
-                with self._change:
-                    if self._live or self._waiting:
-                        self._change.wait(WAIT_S)
-                if not (self._live or self._waiting):
-                    for worker in workers:
-                        worker.join()
+            left = workers
+            while left:
+                # It ends with the work: this is half a second at most, and less at the end.
+                left[0].join(WAIT_S)
+                left = [worker for worker in left if worker.is_alive()]
                 if self._share:
                     self._allowed = max(1, self._share())
                 if self._tick:

@@ -294,3 +294,17 @@ def test_one_model_that_is_wrong_keeps_no_other_from_being_staged(stage, source,
     assert stage(copy=False)["models"]["draft"]["complete"] is False
     told = json.loads((Path(stage.parameters["progress_dir"]) / "draft.json").read_text())
     assert (told["state"], told["message"]) == ("failed", done["msg"])
+
+
+def test_a_new_revision_that_cannot_be_proven_leaves_no_marker_of_the_old_one(stage, source, folders):
+    stage()
+    assert (stage.target / modelfiles.MARKER_NAME).exists()
+    (source / "config.json").write_text('{"revision": 2}')
+    folders.manifest(source)
+    (source / "config.json").write_text('{"revision": 3}')
+    done = stage()
+    assert f"{source}/config.json has sha256 " in done["msg"]
+    assert not (stage.target / modelfiles.MARKER_NAME).exists()
+    folders.manifest(source)
+    assert not stage().get("failed")
+    assert (stage.target / "config.json").read_text() == '{"revision": 3}'
