@@ -363,7 +363,9 @@ def test_killed_in_the_middle_the_worker_ends_and_the_next_run_goes_on(fetch, hu
     module.stdin.close()
     blobs = tmp_path / "cache/models--lab--draft/blobs"
     deadline = time.monotonic() + 60
-    while len(list(blobs.glob("*") if blobs.exists() else [])) < 4 or not list(blobs.glob("*.incomplete")):
+    snapshot = tmp_path / "cache/models--lab--draft/snapshots" / COMMIT
+    others = [snapshot / name for name in MODEL if name != "model.safetensors"]
+    while not all(path.exists() for path in others) or not list(blobs.glob("*.incomplete")):
         assert time.monotonic() < deadline
         assert module.poll() is None
         time.sleep(0.05)
@@ -381,21 +383,23 @@ def test_killed_in_the_middle_the_worker_ends_and_the_next_run_goes_on(fetch, hu
     assert whole(tmp_path) == {**MODEL, "MANIFEST.sha256": sums(MODEL)}
 
 
-def test_a_download_that_is_under_way_is_waited_for(fetch, parameters, tmp_path):
-    import fcntl
-
+def test_a_download_that_is_under_way_is_waited_for(fetch, tmp_path):
+    # Holds the lock until somebody waits for it, which the kernel lists with an arrow.
     script = (
-        "import fcntl, sys, time\n"
-        f"lock = open({str(tmp_path / 'cache/.specrig-lock')!r}, 'a')\n"
-        "fcntl.flock(lock, fcntl.LOCK_EX)\nprint('held', flush=True)\ntime.sleep(0.5)\n"
+        "import fcntl, os, sys, time\n"
+        "lock = open(sys.argv[1], 'a')\n"
+        "fcntl.flock(lock, fcntl.LOCK_EX)\nprint('held', flush=True)\n"
+        "mine = ':%d ' % os.fstat(lock.fileno()).st_ino\n"
+        "until = time.monotonic() + 60\n"
+        "while time.monotonic() < until:\n"
+        "    if any('->' in row and mine in row for row in open('/proc/locks')): break\n"
+        "    time.sleep(0.05)\n"
     )
-    assert fcntl.LOCK_EX
-    holder = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert holder.stdout is not None
-    assert holder.stdout.readline() == "held\n"
-    done = fetch()
-    holder.wait()
-    holder.stdout.close()
+    command = [sys.executable, "-c", script, str(tmp_path / "cache/.specrig-lock")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        done = fetch()
     assert done["changed"] is True, done
     assert any(note.startswith("waited ") for note in done["specrig"]["notes"])
 
@@ -426,3 +430,9 @@ def test_models_of_a_hub_are_told_from_others(repository, monkeypatch):
     assert local["h"] == {"source": "/var/lib/specrig/hub/folders/h", "revision": COMMIT}
     assert (local["a"], local["w"]) == (models["a"], models["w"])
     assert set(model_hub.local_models(models, "/c", ["h"])) == {"a", "w"}
+    # A guest that stages itself is shown the folder of whole files, and nothing of the cache.
+    from ansible_collections.specrig.host.plugins.filter.models import model_folders, models_in_guest
+
+    shown = model_folders({"h": local["h"]}, "guest", "/ram", "/dev/shm/models", "/sources")
+    assert shown == [{"source": "/var/lib/specrig/hub/folders/h", "target": "/sources/h", "read_only": True}]
+    assert models_in_guest(local, "/sources")["h"] == {"source": "/sources/h", "revision": COMMIT}
