@@ -360,6 +360,7 @@ def wheels(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_damaged_environment_whose_record_matches_is_made_anew(run, tmp_path, wheels):
     given = {
         "path": str(tmp_path / "venv"),
@@ -422,6 +423,7 @@ def venv_module(run, tmp_path, wheels):
     return call
 
 
+@pytest.mark.slow
 def test_versions_are_built_beside_each_other_and_switched(venv_module, tmp_path):
     path, builds = tmp_path / "engine", tmp_path / "engine.d"
     kernels = tmp_path / "kernels"
