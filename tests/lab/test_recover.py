@@ -158,7 +158,8 @@ def test_check_of_a_rebooted_lab_names_the_work_and_does_none(served):
     done = recover(served, "--check", "--diff")
     assert f"+lxc.cgroup2.devices.allow = c {new}:0 rw" in done.stdout
     assert "would stage model Qwen3.6-27B" in done.stdout
-    assert "would restart chat" in done.stdout
+    # On a slow machine it has used up its starts by now.
+    assert re.search("would (re)?start chat", done.stdout)
     assert served.host("cat /var/lib/lxc/gpu/config").stdout == config
     assert served.guest(OPEN % {"major": new}).stdout.strip() == "EPERM"
     assert served.host("test -e /run/specrig/lock").returncode != 0
