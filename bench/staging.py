@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import json
 import mmap
@@ -283,15 +284,17 @@ def compare(claims: Claims, source: Path, scratch: Path, size: int, streams: int
         return statistics.median(ratio(costs) for costs in rounds)
 
     busy = others.note()
+
+    def against(name: str) -> Callable[[dict[str, Cost]], float]:
+        return lambda costs: costs[name].wall_s / costs["ours"].wall_s
+
     unfair = busy if sha_instructions() else "this CPU has no SHA instructions"
     both = median(lambda costs: (costs["cp"].wall_s + costs["sha256sum"].wall_s) / costs["ours"].wall_s)
     claims.add("staging with proof, against cp -r then sha256sum -c", both, "x", 5, True, unfair)
     for name in ("rclone", "rsync"):
         title = f"staging with proof, against {name} {'copy' if name == 'rclone' else '-a'}, which prove less"
         if peers[name]:
-            claims.add(
-                title, median(lambda costs, n=name: costs[n].wall_s / costs["ours"].wall_s), "x", 1, True, unfair
-            )
+            claims.add(title, median(against(name)), "x", 1, True, unfair)
         else:
             claims.add(title, None, "x", 1, True, f"{name} is not installed")
     over = statistics.median(seconds / limit for (seconds, _cpu, _peak), limit in zip(noted, limits, strict=True))
@@ -419,7 +422,7 @@ def options(source: Path, scratch: Path, size: int, huge: str) -> None:
                 left -= os.copy_file_range(reader.fileno(), writer.fileno(), left)
 
     ways: dict[str, Callable[[Path], None]] = {
-        f"read, hash, write: pieces of {piece // 1024} kB": lambda target, p=piece: loop(target, p)
+        f"read, hash, write: pieces of {piece // 1024} kB": functools.partial(loop, piece=piece)
         for piece in (64 * 1024, 256 * 1024, MIB, 4 * MIB, 16 * MIB)
     }
     ways |= {
