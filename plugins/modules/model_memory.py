@@ -247,7 +247,7 @@ def main():
     if bound:
         nodes = {node: memory.node_room(unitfiles.read(NODE % node)) for node in cpulist.parse(bound.group(1))}
     arc, arc_problem = None, None
-    if os.path.exists(ARC) or os.path.isdir("/proc/spl/kstat/zfs"):
+    if os.path.exists(ARC) or os.path.isdir(os.path.dirname(ARC)):
         try:
             arc = memory.parse_arcstats(unitfiles.read(ARC))
         except ValueError as problem:

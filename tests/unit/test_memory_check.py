@@ -32,17 +32,14 @@ def host(tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch, run:
 
     def read(path: str) -> str | None:
         try:
-            return (tree / path.lstrip("/")).read_text()
+            return (tree / path.replace(f"{tree}/", "").lstrip("/")).read_text()
         except OSError:
             return None
 
     monkeypatch.setattr(module.unitfiles, "read", read)
     monkeypatch.setattr(module, "cgroup_folder", lambda _pid: group["path"])
     monkeypatch.setattr(module, "free_of", lambda _path: 64 * GIB)
-    there = os.path.exists
-    monkeypatch.setattr(
-        module.os.path, "exists", lambda path: (tree / path[1:]).exists() if "zfs" in path else there(path)
-    )
+    monkeypatch.setattr(module, "ARC", str(tree / "proc/spl/kstat/zfs/arcstats"))
     for pid in (os.getpid(), 61):
         put(f"/proc/{pid}/mountinfo", ROOT + f"40 22 0:33 / {store} rw - tmpfs tmpfs rw,size=67108864k\n")
     put("/proc/meminfo", "MemAvailable: 209715200 kB\n")
