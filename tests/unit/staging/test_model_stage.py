@@ -308,3 +308,11 @@ def test_a_new_revision_that_cannot_be_proven_leaves_no_marker_of_the_old_one(st
     folders.manifest(source)
     assert not stage().get("failed")
     assert (stage.target / "config.json").read_text() == '{"revision": 3}'
+
+
+def test_what_is_left_of_a_file_that_the_model_no_longer_has_is_removed(stage):
+    left = stage.target / "sub" / f"{modelfiles.TEMPORARY_PREFIX}gone.bin"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"x" * 1000)
+    assert not stage().get("failed")
+    assert not left.exists()
