@@ -145,11 +145,8 @@ def test_both_come_killed_on_the_way_and_then_stay(lab: Any, play: tuple[str, ..
     assert len(asked(lab, "hub")) == hub, "a whole model asks the hub nothing"
     assert set(asked(lab, "web")[before:]) == {"GET target/MANIFEST.sha256 None"}
 
-    # Without their servers, as after a failure of the network: what is there stays, and a reboot needs no hub.
+    # Without its hub, as after a reboot without a network: what is on the disk is staged again.
     lab.host("systemctl stop lab-web lab-hub", check=True)
-    away = lab.play(*play)
-    assert away.returncode == 0, away.stdout + away.stderr
-    assert "changed=0" in away.stdout, away.stdout
     lab.host("rm -r /srv/specrig/ram/draft", check=True)
     only = {**VARIABLES, "model_store_models": {"draft": VARIABLES["model_store_models"]["draft"]}}
     back = lab.play(play[0], "-e", json.dumps(only))
