@@ -53,7 +53,8 @@ def steps_of(line, rows):
             after = [place for place, _task in _begun_by(steps, step["start"])]
             names = step.get("after") or []
             after += [place for place, row in seen_rows if row["name"] in names and place not in after]
-            steps.append(_step(steps, step, after, None, False))
+            # When one that was over before anybody asked really ended is not known: it bounds nothing.
+            steps.append(_step(steps, step, after, None, bool(step.get("at_most"))))
             seen_rows.append((len(steps) - 1, step))
             continue
         after = [] if last is None else [last]
@@ -208,16 +209,16 @@ def told(line, rows, wall):
                 "seconds": round(step["end"] - step["start"], 3),
                 "at_most": bool(row.get("at_most")),
                 "detail": row.get("detail"),
-                "slack_s": round(found["slack"][place], 3),
+                "slack_s": None if row.get("at_most") else round(found["slack"][place], 3),
                 "critical": place in found["path"],
             }
         )
         if step["name"] not in on_path:
-            most = "at most " if row.get("at_most") else ""
             took = seconds_text(step["end"] - step["start"])
-            spare.append(
-                "{0} {1}{2} ({3} to spare)".format(step["name"], most, took, seconds_text(found["slack"][place]))
-            )
+            if row.get("at_most"):
+                spare.append("{0} at most {1}".format(step["name"], took))
+                continue
+            spare.append("{0} {1} ({2} to spare)".format(step["name"], took, seconds_text(found["slack"][place])))
     if spare:
         more = ", and {0} more".format(len(spare) - 4) if len(spare) > 4 else ""
         lines.append("beside it: " + ", ".join(spare[:4]) + more)

@@ -7,7 +7,9 @@ lets it go: what happens meanwhile is what the order of the playbook allows, on 
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import threading
 import time
@@ -86,15 +88,17 @@ END"""
 
 
 class Held:
-    """A play whose staging of the large model is held back."""
+    """A play whose staging of the large model is held back, or one beside it."""
 
-    def __init__(self, lab: Any, playbook: str, how: str, variables: Path) -> None:
-        lab.host("rm -f /run/let-go", check=True)
-        lab.host(f"cat > /root/hold.py <<'END'\n{HOLD}\nEND", check=True)
+    def __init__(self, lab: Any, playbook: str, how: str | None, variables: Path) -> None:
         self.lab = lab
         self.holder: subprocess.CompletedProcess[str] | None = None
-        self.thread = threading.Thread(target=self._hold, args=(how,))
-        self.thread.start()
+        self.thread: threading.Thread | None = None
+        if how is not None:
+            lab.host("rm -f /run/let-go", check=True)
+            lab.host(f"cat > /root/hold.py <<'END'\n{HOLD}\nEND", check=True)
+            self.thread = threading.Thread(target=self._hold, args=(how,))
+            self.thread.start()
         self.process = subprocess.Popen(
             ["ansible-playbook", "-i", "inventory/lab", f"playbooks/{playbook}.yml", "-e", f"@{variables}"],
             cwd=Path(__file__).resolve().parents[2],
@@ -103,6 +107,7 @@ class Held:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            start_new_session=True,
         )
         self.lines: list[str] = []
         self.reader = threading.Thread(target=self._read)
@@ -129,16 +134,23 @@ class Held:
         self.lab.host("touch /run/let-go", check=True)
         code = self.process.wait(timeout=400)
         self.reader.join()
-        self.thread.join()
-        assert self.holder is not None
-        assert self.holder.returncode == 0, self.holder.stderr
+        if self.thread is not None:
+            self.thread.join()
+            assert self.holder is not None
+            assert self.holder.returncode == 0, self.holder.stderr
         return code
 
-    def stop(self) -> None:
+    def kill(self) -> None:
+        """Ends the play as the loss of its controller would; what it began goes on."""
         if self.process.poll() is None:
-            self.process.kill()
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def stop(self) -> None:
+        self.kill()
         self.lab.host("touch /run/let-go")
-        self.thread.join()
+        if self.thread is not None:
+            self.thread.join()
         self.reader.join()
 
     @property
@@ -154,7 +166,7 @@ def hold(lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callabl
     variables.write_text(json.dumps(VARIABLES))
     started: list[Held] = []
 
-    def start(playbook: str, how: str) -> Held:
+    def start(playbook: str, how: str | None) -> Held:
         started.append(Held(lab, playbook, how, variables))
         return started[-1]
 
@@ -216,24 +228,23 @@ def test_a_small_model_s_server_is_installed_and_serves_while_the_large_one_is_s
     # What bounded it: the model, then the server that waited for it. The other server had time to spare.
     (path,) = [line for line in run if line["event"] == "path"]
     names = [step["name"] for step in path["path"]]
-    assert names.index(f"model {BIG}") < names.index("agent: start to completion") < names.index("gates")
+    assert names.index(f"model {BIG}") < names.index("gates")
     assert path["seconds"] <= path["wall_s"] + 0.2
     beside = {row["name"]: row for row in path["beside"]}
     assert set(beside) == {f"model {BIG}", f"model {DRAFT}", "chat: start to completion", "agent: start to completion"}
     assert beside[f"model {BIG}"]["critical"]
     assert beside[f"model {BIG}"]["host"] == "lab-host"
     assert not beside["chat: start to completion"]["critical"]
-    assert beside["chat: start to completion"]["slack_s"] > 0
+    # On a slow machine both answer the first question: then nobody knows since when.
+    agent = beside["agent: start to completion"]
+    assert agent["at_most"] or names.index(f"model {BIG}") < names.index(agent["name"]) < names.index("gates")
     assert beside["chat: start to completion"]["start_s"] < (
         beside[f"model {BIG}"]["start_s"] + beside[f"model {BIG}"]["seconds"]
     )
     screen = screen_of(held.output, "provision")
     assert len(screen) <= 45
     place = screen.index("critical path")
-    assert re.search(
-        rf" > model {BIG} [\d.]+ s \(.*\) > .*agent: start to completion [\d.]+ s.* = \d.* s of \d.* s$",
-        screen[place + 1],
-    )
+    assert re.search(rf" > model {BIG} [\d.]+ s \(.*\) > .* = \d.* s of \d.* s$", screen[place + 1])
     assert re.match(rf" +beside it: model {DRAFT} .* s \([\d.]+ s to spare\)", screen[place + 2])
 
 
@@ -257,11 +268,21 @@ def test_a_staging_that_is_killed_is_said_and_what_serves_is_left_alone(lab: Any
     assert lab.host("test -e /run/specrig/lock").returncode != 0
 
 
-def test_the_next_run_finishes_it_and_one_after_that_has_no_path(lab: Any, hold: Any) -> None:
-    done = lab.play("recover", "-e", f"@{hold.variables}")
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_the_next_run_waits_for_the_staging_of_one_that_died_and_one_after_that_has_no_path(
+    lab: Any, hold: Any
+) -> None:
+    held = hold("recover", "stop")
+    held.until("it is staged", lambda: f"model {BIG}: " in held.output)
+    first = run_of(lab)[-1]["run"]
+    held.kill()
+    second = hold("recover", None)
+    words = f"model {BIG}: waiting for the staging of run {first} (process "
+    second.until("it says for whom it waits", lambda: words in second.output)
+    assert active(lab, "agent") == "inactive"
+    assert second.let_go() == 0, second.output
+    assert run_of(lab)[-1]["run"] != first
     assert serves(lab, "agent")
-    screen = screen_of(done.stdout, "recover")
+    screen = screen_of(second.output, "recover")
     assert "critical path" in screen
     assert len(screen) <= 40
     again = lab.play("recover", "-e", f"@{hold.variables}")

@@ -105,7 +105,11 @@ def test_a_server_that_was_ready_before_anybody_asked_bounds_nothing() -> None:
     assert "model M 11.2 s" in lines[0]
     assert "chat" not in lines[0]
     assert record["seconds"] == pytest.approx(19.0)
-    assert "chat: start to completion at most 9.5 s" in lines[1]
+    assert lines[1] == "beside it: chat: start to completion at most 9.5 s, agent: start to completion at most 0.2 s"
+    assert {row["name"]: row["slack_s"] for row in record["beside"] if row["kind"] == "server"} == {
+        "chat: start to completion": None,
+        "agent: start to completion": None,
+    }
 
 
 def test_a_part_names_the_task_that_took_most_of_it() -> None:
