@@ -231,10 +231,7 @@ class Item:
             return
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.temporary)
-        number = os.open(self.temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        # Of full length at once, for huge=within_size: a huge page has to lie within the file when it is written to.
-        os.ftruncate(number, self.size)
-        self.number = number
+        self.number = os.open(self.temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
 
     def _same_part(self, part):
         try:
