@@ -256,6 +256,7 @@ def start(lab: Any, folder: Path, profile: str) -> Any:
 
 
 def test_a_method_of_another_release_is_refused_by_its_flag(serving: Any, tmp_path: Path) -> None:
+    serving.guest("systemctl stop specrig-sglang@chat", check=True)
     done = start(serving, tmp_path, "ddtree")
     assert done.returncode == 2, said(done)
     assert "--speculative-ddtree-budget" in said(done), said(done)
