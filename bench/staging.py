@@ -269,7 +269,7 @@ def compare(claims: Claims, source: Path, scratch: Path, size: int, streams: int
                     empty(target)
                     shutil.rmtree(scratch / "state", ignore_errors=True)
                     cached = min(cached, into_page_cache(source))
-                    # A virtual machine's host takes back what lies free, and the next use costs more: let that be nobody's.
+                    # A virtual machine's host takes free memory back; the next use costs more. Let that be nobody's.
                     run(contestants["cp"])
                     empty(target)
                 costs[name] = others.run(command)
