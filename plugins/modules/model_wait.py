@@ -199,10 +199,12 @@ class Staging:
         for name in params["models"]:
             record = read_json(os.path.join(params["folder"], name.replace("/", "--") + ".json"))
             progress[name] = stageprogress.parse(record, begun)
-            if result is None and progress[name] and progress[name]["state"] == "running":
-                other = foreign(progress[name]["pid"], params["job"])
+            # One of another run counts as long as it lives, also where it is stuck and has said nothing for long.
+            about = stageprogress.parse(record)
+            if result is None and about and about["state"] == "running":
+                other = foreign(about["pid"], params["job"])
                 if other:
-                    progress[name] = stageprogress.waiting_for(progress[name], other)
+                    progress[name] = stageprogress.waiting_for(about, other)
             if result is not None and not of_job(progress[name], rows.get(name) or {}, result):
                 progress[name] = None
         staged = [name for name in params["models"] if name in params["have"]]

@@ -182,7 +182,8 @@ def test_a_staging_that_ran_out_of_time_is_one_line(wait, staging, told: bool) -
 
 def test_another_run_s_staging_is_waited_for_by_name(wait, staging, wrapper) -> None:
     with subprocess.Popen(SLEEP, env={**os.environ, "SPECRIG_RUN": "5f0c"}) as other:
-        staging.tell("A", "running", 1e9, pid=other.pid)
+        # It is stuck since before this job began.
+        staging.tell("A", "running", 1e9, pid=other.pid, updated_unix=staging.began - 60)
         try:
             # Between fork and exec a child still looks like its parent.
             deadline = time.monotonic() + 60
