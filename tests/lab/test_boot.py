@@ -80,7 +80,12 @@ def test_a_reboot_and_waiting_bring_everything_back(own: Any) -> None:
     # The screen is on disk and in the system's journal, the recovery's journal says why.
     told = own.host("cat /var/log/specrig/recover-at-boot.txt", check=True).stdout
     assert told.startswith("at 2")
-    for text in ("recover.yml: done", "model Qwen3.6-27B is not in RAM", "chat: GPU 0 · ", r"gates      all \d+ passed"):
+    for text in (
+        "recover.yml: done",
+        "model Qwen3.6-27B is not in RAM",
+        "chat: GPU 0 · ",
+        r"gates      all \d+ passed",
+    ):
         assert re.search(text, told), told
         assert re.search(text, log), log
     lines = [
