@@ -92,7 +92,8 @@ def inode(lab: Any, path: str, guest: str = "") -> str:
 
 @pytest.fixture(scope="module")
 def placed(lab: Any) -> Any:
-    """The lab with its model on a tmpfs of the host, whose options are not the usual ones."""
+    """A bare lab with its model on a tmpfs of the host, whose options are not the usual ones."""
+    lab.bare()
     told = recover(lab, OPTIONS, "--check", "--diff")
     assert "would write " + UNIT in told
     assert "+Options=size=700M,huge=within_size,mpol=interleave,noswap,nr_inodes=4000,mode=0755" in told
