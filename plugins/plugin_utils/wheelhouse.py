@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -231,15 +232,41 @@ def fill(install, facts, step_files):
         Whether pip was run: a folder that was filled for the same steps and guest and has all its files is left alone.
     """
     folder = place(install["wheelhouse"])
-    folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps([step_files, install["steps"], facts["version"][:2], facts["machine"]], sort_keys=True)
     key = hashlib.sha256(engines.masked(text).encode()).hexdigest()[:16]
-    marker = folder / FILLED
-    known = {}
-    with contextlib.suppress(OSError, ValueError):
-        known = json.loads(marker.read_text(encoding="utf-8"))
-    if known.get(key) and all((folder / name).is_file() for name in known[key]):
+    if _is_filled(folder, key):
         return False
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Several guests of one play want the same folder at once.
+        with (folder / (FILLED + ".lock")).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if _is_filled(folder, key):
+                return False
+            _fill(install, facts, step_files, folder)
+            names = sorted(path.name for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+            (folder / FILLED).write_text(json.dumps({**_noted(folder), key: names}, indent=1), encoding="utf-8")
+    except OSError as error:
+        raise engines.EngineError(
+            f"the wheelhouse {folder} cannot be filled: {error.strerror}; make it writable on the controller, or leave "
+            "install.fill out"
+        ) from error
+    return True
+
+
+def _noted(folder):
+    """What was filled for which steps and guest: key to the names of the files."""
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads((folder / FILLED).read_text(encoding="utf-8"))
+    return {}
+
+
+def _is_filled(folder, key):
+    names = _noted(folder).get(key)
+    return bool(names) and all((folder / name).is_file() for name in names)
+
+
+def _fill(install, facts, step_files, folder):
     same = same_platform(facts)
     for step, texts in zip(install["steps"], step_files, strict=True):
         if not texts:
@@ -257,9 +284,6 @@ def fill(install, facts, step_files):
             listed.touch(mode=0o600)
             listed.write_text("\n".join(texts) + "\n", encoding="utf-8")
             pip([*words, "--requirement", str(listed)], environment(step))
-    names = sorted(path.name for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
-    marker.write_text(json.dumps({**known, key: names}, indent=1), encoding="utf-8")
-    return True
 
 
 def build(row, step, facts, folder):
@@ -269,7 +293,8 @@ def build(row, step, facts, folder):
         engines.EngineError: where it can't be made, or would not fit the guest.
     """
     target = Path(tempfile.mkdtemp(dir=folder))
-    text = str(place(row["path"])) if row["kind"] == "folder" else row["text"]
+    # The bare address: an older pip takes no "name @ git+file:///...", and extras are nothing of a wheel's.
+    text = str(place(row["path"])) if row["kind"] == "folder" else row["text"].split(" @ ", 1)[-1].strip()
     words = ["wheel", "--no-deps", "--wheel-dir", str(target), *step["pip_args"]]
     listed = target / "requirements.txt"
     listed.touch(mode=0o600)
