@@ -129,6 +129,13 @@ WOULD = {
 }
 
 
+class Module(AnsibleModule):
+    """A module that leaves its arguments out of the machine's log: a profile's env and extra_args may hold keys."""
+
+    def _log_invocation(self):
+        """Say nothing; what was done stands in the run's journal."""
+
+
 class Files:
     """The files to write, with their differences."""
 
@@ -329,13 +336,14 @@ def begin(module, plans, start, restart, stop, waiting, units, processes):
         systemctl(module, "stop", *ending)
         # A unit that is stopped for good is not left as a failure.
         systemctl(module, "reset-failed", *ending, needed=False)
+    # Of these, one whose own GPUs nobody wants still runs: a start would leave it as it is.
     names = [serving.unit_name(name) for name in later if name not in waiting]
     if names:
-        systemctl(module, "--no-block", "start", *names)
+        systemctl(module, "--no-block", "restart", *names)
 
 
 def main():
-    module = AnsibleModule(
+    module = Module(
         argument_spec={
             "state": {"type": "str", "default": "present", "choices": ["present", "started", "stopped"]},
             "names": {"type": "list", "elements": "str", "default": []},
@@ -354,10 +362,12 @@ def main():
     params["settings"]["api_key"] = params["api_key"]
     known = params["settings"].get("engines") or {"default": params["settings"].get("engine") or {}}
     for row in [*known.values(), *params["profiles"].values()]:
-        # A key in extra_args is as secret as one that was given as such.
+        # A key in extra_args or env is as secret as one that was given as such.
         with contextlib.suppress(serving.ServingError, TypeError, AttributeError):
             words = [str(word) for word in row.get("extra_args") or []]
             module.no_log_values.update(serving.split_secrets(words)[1].values())
+        with contextlib.suppress(TypeError, AttributeError):
+            module.no_log_values.update(serving.secret_values(row.get("env") or {}))
     # To stop a server by name needs no look at anything else.
     units = seen_units(params["names"]) if state == "stopped" else params["look"].get("units") or {}
     processes = params["look"].get("processes") or {}

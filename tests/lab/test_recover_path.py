@@ -160,7 +160,8 @@ class Held:
 
 @pytest.fixture(scope="module")
 def hold(lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Held]]:
-    """Starts a play on the lab, whose large model is held back."""
+    """Starts a play on the lab, bare at first, whose large model is held back."""
+    lab.bare()
     lab.host(MAKE, check=True)
     variables = tmp_path_factory.mktemp("vars") / "vars.json"
     variables.write_text(json.dumps(VARIABLES))

@@ -82,6 +82,7 @@ def state(run: Any, calls: Any, repository: Path, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(sys, "path", [str(repository / ".collections"), *sys.path])
     module = importlib.import_module("ansible_collections.specrig.host.plugins.modules.serving_state")
     monkeypatch.setattr(module, "SYSTEM", str(tmp_path / "system"))
+    monkeypatch.setattr(module.serving, "CLIENT_ENV", str(tmp_path / "client.env"))
 
     def call(**more: Any) -> dict[str, Any]:
         unit = {"config_dir": str(tmp_path / "profiles")}
@@ -97,6 +98,23 @@ def test_servers_that_are_down_start_in_one_call(state: Any, calls: Any) -> None
     assert result["waiting"] == {}
 
 
+def test_keys_of_a_profile_are_in_no_log_of_the_machine_and_in_nothing_that_is_returned(
+    state: Any, calls: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ansible logs a module's arguments where it runs, and returns them: a profile's env and extra_args too."""
+    basic = pytest.importorskip("ansible.module_utils.basic")
+    logged: list[str] = []
+    monkeypatch.setattr(basic.AnsibleModule, "log", lambda _self, text, *_, **__: logged.append(str(text)))
+    monkeypatch.setitem(PROFILES["chat"], "env", {"HF_TOKEN": "hf_4711471147", "TOKENIZERS_PARALLELISM": "true"})
+    monkeypatch.setitem(PROFILES["chat"], "extra_args", ["--api-key", "sk-08150815"])
+    result = state(placement=placed(chat=[0], agent=[2, 3]), look=looked({}))
+    assert result["started"] == ["chat", "agent"]
+    assert result["invocation"]["module_args"]["profiles"]["chat"]["env"]["TOKENIZERS_PARALLELISM"] == "true"
+    for secret in ("hf_4711471147", "sk-08150815"):
+        assert secret not in json.dumps(result)
+        assert secret not in str(logged)
+
+
 def test_a_server_whose_gpu_is_taken_waits_for_the_stop_and_the_other_does_not(state: Any, calls: Any) -> None:
     # The leftover of a benchmark sits on agent's GPU 3.
     result = state(placement=placed(chat=[0], agent=[2, 3]), look=looked({"tp1-old": "3"}))
@@ -104,14 +122,20 @@ def test_a_server_whose_gpu_is_taken_waits_for_the_stop_and_the_other_does_not(s
         "--no-block stop tp1-old",
         "--no-block start chat",
         "stop tp1-old",
-        "--no-block start agent",
+        "--no-block restart agent",
     ]
     assert result["stopped"] == ["tp1-old"]
 
 
 def test_servers_that_change_places_both_stop_before_one_starts(state: Any, calls: Any) -> None:
     state(placement=placed(chat=[2], agent=[0, 1]), look=looked({"chat": "0", "agent": "2,3"}))
-    assert calls() == ["--no-block stop chat agent", "stop chat agent", "--no-block start chat agent"]
+    assert calls() == ["--no-block stop chat agent", "stop chat agent", "--no-block restart chat agent"]
+
+
+def test_one_that_takes_a_gpu_and_gives_none_is_restarted_too(state: Any, calls: Any) -> None:
+    # agent is to have chat's GPU 1; nobody wants agent's, so it runs until chat has stopped.
+    state(placement=placed(chat=[0], agent=[1, 2]), look=looked({"chat": "1", "agent": "2,3"}))
+    assert calls() == ["--no-block stop chat", "stop chat", "--no-block restart chat agent"]
 
 
 def test_servers_that_stay_where_they_are_restart_in_one_call(state: Any, calls: Any) -> None:
@@ -148,7 +172,7 @@ def test_the_draft_is_waited_for_as_the_target_is(state: Any, calls: Any) -> Non
 def test_who_waits_for_a_model_lets_go_of_a_gpu_that_another_needs(state: Any, calls: Any) -> None:
     # agent sits on chat's GPU and may not start again before its model is there.
     result = state(placement=placed(chat=[0], agent=[2, 3]), look=looked({"agent": "0,1"}), missing_models=["Big"])
-    assert calls() == ["--no-block stop agent", "stop agent", "--no-block start chat"]
+    assert calls() == ["--no-block stop agent", "stop agent", "--no-block restart chat"]
     assert result["waiting"] == {"agent": {"models": ["Big"], "verb": "restarted"}}
 
 
