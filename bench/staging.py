@@ -571,6 +571,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="bench-", dir=base) as folder:
         scratch = Path(folder)
         huge = arguments.huge or default_of("model_store_huge")
+        if huge == "auto":
+            from specrig.facts import tmpfs as options_of
+
+            huge = options_of.huge_pages(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text())
         size = fitting(int(arguments.size_gb * 1e9), scratch)
         source = scratch / "source"
         make_model(source, size, arguments.shards)

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FIRST = ("test_bench.py", "test_boot.py", "test_host_facts.py")
+FIRST = ("test_bench.py", "test_boot.py", "test_host_facts.py", "test_model_store.py", "test_serving.py")
 """The lab files of the first lane; every other lab file is in the second."""
 SUMMARY = re.compile(r"^=+ (.*\b(?:passed|failed|error|errors|skipped|no tests ran)\b.*) in [0-9.]+s.*=+$")
 COUNT = re.compile(r"(\d+) (passed|failed|errors?|skipped|deselected|xfailed|xpassed|warnings?)")

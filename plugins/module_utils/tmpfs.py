@@ -13,7 +13,7 @@ import re
 
 from . import cpulist, memory
 
-HUGE = ("never", "always", "within_size", "advise")
+HUGE = ("auto", "never", "always", "within_size", "advise")
 # Options that have a variable of their own, by the words of mount(8).
 OWN = {
     "size": "model_store_size",
@@ -68,6 +68,12 @@ def kernel_version(release):
     return (int(match.group(1)), int(match.group(2))) if match else None
 
 
+def huge_pages(shmem_enabled):
+    """What ``auto`` stands for: huge pages within a file's size where the kernel has them for a tmpfs, else none."""
+    state = re.search(r"\[(\w+)\]", shmem_enabled or "")
+    return "within_size" if state and state.group(1) != "deny" else "never"
+
+
 def wanted(params, facts):
     """Check what was asked for; returns (options as mount takes them, notes).
 
@@ -93,6 +99,8 @@ def wanted(params, facts):
         raise TmpfsError("model_store_size: %s" % problem) from None
     options = ["size=%s" % params["size"]]
 
+    if params["huge"] == "auto":
+        params = dict(params, huge=huge_pages(facts.get("shmem_enabled")))
     if params["huge"] not in HUGE:
         raise TmpfsError("model_store_huge is %r; expected one of %s" % (params["huge"], ", ".join(HUGE)))
     enabled = re.search(r"\[(\w+)\]", facts.get("shmem_enabled") or "")

@@ -33,7 +33,9 @@ options:
     type: str
     default: 50%
   huge:
-    description: Huge pages, one of C(never), C(always), C(within_size), C(advise).
+    description:
+      - Huge pages, one of C(auto), C(never), C(always), C(within_size), C(advise). V(auto) is V(within_size) where the
+        kernel has huge pages for a tmpfs and does not deny them, else V(never).
     type: str
     default: never
   numa:
@@ -111,6 +113,7 @@ import contextlib
 import os
 import pwd
 import re
+import shlex
 import stat
 
 from ansible.module_utils.basic import AnsibleModule
@@ -122,6 +125,8 @@ NODES = "/sys/devices/system/node/has_memory"
 SHMEM = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 RELEASE = "/proc/sys/kernel/osrelease"
 MOUNTINFO = "/proc/self/mountinfo"
+# More than any list of users has; a guest may have put anything there.
+PASSWD_LIMIT_BYTES = 1 << 20
 TRIAL = 'mount -t tmpfs -o "$1" tmpfs "$2" && cat /proc/self/mountinfo'
 
 
@@ -365,10 +370,11 @@ def owner_of(place, uid):
         if outer <= uid < outer + count:
             inner = first + uid - outer
     passwd = root + "/root/etc/passwd"
-    # A guest may have put anything there, a pipe that never answers for one.
+    # A guest may have put anything there, a pipe that never answers for one, or a file without end.
     regular = False
     with contextlib.suppress(OSError):
-        regular = stat.S_ISREG(os.lstat(passwd).st_mode)
+        about = os.lstat(passwd)
+        regular = stat.S_ISREG(about.st_mode) and about.st_size <= PASSWD_LIMIT_BYTES
     for line in (unitfiles.read(passwd) or "").splitlines() if regular else []:
         fields = line.split(":")
         if len(fields) > 2 and fields[2] == str(inner):
@@ -410,7 +416,7 @@ def leaks(module, said):
             "segments": [
                 {
                     "kind": row["kind"],
-                    "name": row["name"],
+                    "name": shm.printable(row["name"]),
                     "bytes": row["bytes"],
                     "owner": owner_of(place, row["uid"]),
                     "age_s": int(row["age_s"]),
@@ -427,7 +433,9 @@ def leaks(module, said):
 
 def strangers(path, models, place):
     """One line on what holds memory in the store and is no model of the inventory; None where all is known."""
-    rows = [(name, size) for name, size in contents(path) if place == "guest" or name not in models]
+    # A model's name may have a folder in it.
+    known = {name.split("/")[0] for name in models}
+    rows = [(name, size) for name, size in contents(path) if place == "guest" or name not in known]
     rows = [(name, size) for name, size in rows if size >= shm.LEAST_BYTES]
     if not rows:
         return None
@@ -435,7 +443,7 @@ def strangers(path, models, place):
         path,
         ", ".join("%s (%s)" % (name, memory.amount(size)) for name, size in rows),
         "and the models are to lie in the guests" if place == "guest" else "which the inventory does not name",
-        " ".join(os.path.join(path, name) for name, _size in rows),
+        " ".join(shlex.quote(os.path.join(path, name)) for name, _size in rows),
     )
 
 

@@ -57,7 +57,7 @@ def test_options_are_what_mount_takes(more, options):
     ("more", "facts", "words"),
     [
         ({"size": "0"}, {}, "model_store_size: '0' is no size"),
-        ({"huge": "yes"}, {}, "expected one of never, always, within_size, advise"),
+        ({"huge": "yes"}, {}, "expected one of auto, never, always, within_size, advise"),
         ({"huge": "always"}, {"shmem_enabled": None}, "this kernel has no huge pages for a tmpfs"),
         ({"numa": "bind:0,2-3"}, {}, "has no memory on NUMA node 2-3, only on 0-1"),
         ({"numa": "bind"}, {}, "bind takes nodes, as in bind:0"),
@@ -90,6 +90,21 @@ def test_a_kernel_that_overrules_is_noted(huge, says, words):
     _options, notes = tmpfs.wanted({**PLAIN, "huge": huge}, {**FACTS, "shmem_enabled": says})
     assert len(notes) == (1 if words else 0)
     assert words is None or words in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("says", "options"),
+    [
+        ("always within_size advise [never] deny force", ["huge=within_size"]),
+        ("[always] within_size advise never deny force", ["huge=within_size"]),
+        ("always within_size advise never [deny] force", []),
+        (None, []),
+    ],
+)
+def test_auto_takes_huge_pages_where_the_kernel_gives_them(says, options):
+    found, notes = tmpfs.wanted({**PLAIN, "huge": "auto"}, {**FACTS, "shmem_enabled": says})
+    assert [word for word in found if word.startswith("huge")] == options
+    assert notes == []
 
 
 def test_nodes_that_are_not_known_are_the_kernel_s_to_judge():
@@ -339,6 +354,8 @@ def test_folders_that_the_inventory_does_not_name_are_told_with_their_size(host)
         (host.store / name / "weights").write_bytes(bytes(3 << 20))
     (note,) = host(models=["Qwen"])["specrig"]["notes"]
     assert re.search(r"holds old \(3 MiB\), which the inventory does not name: 'rm -r \S+/old'", note)
+    # A name with a folder in it is known by that folder.
+    assert host(models=["Qwen/Qwen3-32B", "old"])["specrig"]["notes"] == []
     # Where the guests hold the models, all of it is too much, and nothing is mounted here.
     (host.state / "log").unlink()
     done = host(models=["Qwen"], place="guest")
@@ -392,12 +409,16 @@ def test_a_guest_s_user_has_the_name_that_the_guest_gives_its_number(host, tmp_p
         "/proc/61/root/etc/passwd": "root:x:0:0::/:/bin/sh\nspecrig:x:997:997::/:/bin/false\n",
     }
     monkeypatch.setattr(module.unitfiles, "read", texts.get)
-    monkeypatch.setattr(module.os, "lstat", lambda _path: tmp_path.joinpath("bin", "mount").stat())
+    known = tmp_path.joinpath("bin", "mount")
+    monkeypatch.setattr(module.os, "lstat", lambda _path: known.stat())
     place = {"guest": "101", "init_pid": 61}
     assert module.owner_of(place, 100997) == "specrig"
     # A number that the guest does not have is nobody's there.
     assert module.owner_of(place, 997) is None
     assert module.owner_of(place, 100001) is None
-    # What is no regular file is not opened.
+    # What is no list of users by its size, and what is no regular file, is not opened.
+    with known.open("r+b") as file:
+        file.truncate(2 << 20)
+    assert module.owner_of(place, 100997) is None
     monkeypatch.setattr(module.os, "lstat", lambda _path: tmp_path.stat())
     assert module.owner_of(place, 100997) is None
