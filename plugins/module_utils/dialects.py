@@ -343,10 +343,11 @@ def resolve(method: str, budget: int | None, overrides: dict[str, Any] | None = 
 
     Returns:
         dict with ``method`` (canonical), ``dialect``, ``label`` (``ddtree-b15``, ``dflash``), ``budget``, ``flags``
-        (with ``{draft_model}`` still in place), ``needs``, ``env``, ``draft_tokens`` (tokens verified per step, 0 for
-        autoregressive), ``block_size``, ``tree_depth`` (a step commits at most tree_depth + 1 tokens), ``steps`` and
-        ``topk`` (of the EAGLE family), ``reserved_tokens`` (held back from the context window), ``requires``,
-        ``source``, ``note``. A number that a user's row leaves out is None.
+        and ``env`` (with ``{draft_model}`` still in place: see `command` and `environment`), ``needs``,
+        ``draft_tokens`` (tokens verified per step, 0 for autoregressive), ``block_size``, ``tree_depth`` (a step
+        commits at most tree_depth + 1 tokens), ``steps`` and ``topk`` (of the EAGLE family), ``reserved_tokens`` (held
+        back from the context window), ``requires``, ``source``, ``note``. A number that a user's row leaves out is
+        None.
 
     Raises:
         DialectError: one line.
@@ -391,6 +392,11 @@ def resolve(method: str, budget: int | None, overrides: dict[str, Any] | None = 
         "source": row.get("source"),
         "note": row.get("note"),
     }
+
+
+def environment(facts: dict[str, Any], draft_model: Any) -> dict[str, str]:
+    """Return the environment of a resolved method, with the path of its draft model filled in."""
+    return {key: str(value).replace("{draft_model}", str(draft_model)) for key, value in (facts["env"] or {}).items()}
 
 
 def for_profile(

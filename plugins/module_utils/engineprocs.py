@@ -65,7 +65,7 @@ def gather(root="/proc"):
                 "visible": None if environ is None else environ.get("CUDA_VISIBLE_DEVICES"),
                 "cpus_allowed": status["cpus_allowed"],
                 "mems_allowed": status["mems_allowed"],
-                "memory_policy": _policies(folder),
+                "memory_policy": policies(folder),
                 "minors": held,
                 "ports": sorted({listening[inode] for inode in sockets or () if inode in (listening or {})}),
                 "started": ticks,
@@ -76,12 +76,14 @@ def gather(root="/proc"):
 
 
 def units():
-    """What systemd here says of our units: profile to ``{active, main_pid}``; empty where it can't be asked."""
+    """What systemd here says of our units: profile to ``{active, main_pid}``; None where it can't be asked."""
     argv = ["systemctl", "show", "-p", "Id,ActiveState,MainPID", serving.UNIT_PREFIX + "*"]
     try:
         done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
-        return {}
+        return None
+    if done.returncode:
+        return None
     found = {}
     for block in done.stdout.decode("utf-8", "replace").split("\n\n"):
         fields = dict(line.split("=", 1) for line in block.splitlines() if "=" in line)
@@ -161,7 +163,7 @@ def _age(ticks):
     return round(max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")), 1)
 
 
-def _policies(folder):
+def policies(folder):
     """The memory policies of a process's first mappings, such as ``["bind:1"]``; None where they can't be read."""
     text = _read(folder + "/numa_maps", _NUMA_MAPS_BYTES)
     if not text:

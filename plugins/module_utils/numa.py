@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from . import cpulist
@@ -26,6 +27,19 @@ def node_row(node: int, cpu_list: list[int] | None = None, memory_mib: int | Non
         "memory_mib": memory_mib,
         "memory_policy": None,
     }
+
+
+def outside(words: list[str], nodes: Iterable[int]) -> list[str]:
+    """Return the words of a process's memory policies that bind it not, or not to these nodes; none where all is right.
+
+    Args:
+        words: as ``numa_maps`` has them, such as ``bind:1`` or ``default``. A mapping without a policy of its own
+            beside bound ones is no fault.
+        nodes: the nodes that it is to be bound to.
+    """
+    bound = [word for word in words if ":" in word]
+    away = [word for word in bound if not set(cpulist.parse(word.rpartition(":")[2])) <= set(nodes)]
+    return away or ([] if bound else list(words))
 
 
 def parse(text: str) -> dict[str, Any]:

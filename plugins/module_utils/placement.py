@@ -13,7 +13,7 @@ import json
 import re
 from typing import Any, Dict, Iterable, Sequence, Tuple
 
-from . import cpulist
+from . import cpulist, numa
 
 Facts = Dict[str, Any]
 Links = Dict[Tuple[int, int], str]
@@ -973,13 +973,9 @@ def _wrong_memory(row: Facts, planned: Facts, members: list[Facts]) -> str | Non
                 allowed,
                 wanted,
             )
-        words = one.get("memory_policy")
-        if not words:
-            continue
-        bound = [word for word in words if ":" in word]
-        away = [word for word in bound if not set(cpulist.parse(word.rpartition(":")[2])) <= nodes]
-        if away or not bound:
-            return "pid %s has the memory policy %s, planned %s" % (one["pid"], ", ".join(away or words), wanted)
+        away = numa.outside(one.get("memory_policy") or [], nodes)
+        if away:
+            return "pid %s has the memory policy %s, planned %s" % (one["pid"], ", ".join(away), wanted)
     return None
 
 

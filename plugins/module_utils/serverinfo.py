@@ -8,6 +8,8 @@ it is never taken for the one that was asked for.
 
 from __future__ import annotations
 
+from . import dialects
+
 GATE = "server"
 ALIKE = "like-for-like"
 
@@ -192,7 +194,7 @@ def expected(name, profile, method, engine=None, model_root=None, needs=None, ve
         "block_size": method.get("block_size") if "--speculative-dflash-block-size" in flags else None,
         "budget": method.get("budget"),
         "draft_model": profile.get("draft_model") if "draft_model" in (method.get("needs") or []) else None,
-        "method_env": {key: str(value) for key, value in (method.get("env") or {}).items()},
+        "method_env": dialects.environment(method, profile.get("draft_model")),
         "stated": stated,
         "intended_env": {key: str(intended[key]) for key in ENVIRONMENT if key in intended},
         "simulated": engine.get("kind") == "sim" if engine.get("kind") else None,

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 
-from . import cpulist, dialects, engineflags, engines, readiness, serverinfo
+from . import cpulist, dialects, engineflags, engines, numa, readiness, serverinfo
 
 UNIT_PREFIX = "specrig-sglang@"
 TEMPLATE_NAME = UNIT_PREFIX + ".service"
@@ -21,6 +21,8 @@ _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
 _ENV_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
 _PLAIN_WORD = re.compile(r"^[A-Za-z0-9_@%+=:,./-]+$")
 _SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSW|CREDENTIAL)", re.IGNORECASE)
+# To take a shorter text out of what is shown, such as TOKENIZERS_PARALLELISM's "true", would garble the rest.
+_SECRET_LENGTH = 8
 # Variables by which an engine, its libraries or its interpreter change what they do: one that nobody planned matters.
 _ENGINE_VARIABLE = re.compile(
     r"^(?:(?:CUDA|NVIDIA|NCCL|SGLANG|SGL|TORCH\w*|PYTORCH|TRITON|FLASHINFER|OMP|MKL|KMP|GOMP|HF|TRANSFORMERS|VLLM|UCX|GLOO"
@@ -53,6 +55,7 @@ _OWNED_DIRECTIVES = frozenset(
         "KillMode",
     ]
 )
+_LISTEN = ("127.0.0.1", "0.0.0.0")
 _SECRET_ARGUMENTS = frozenset(["--api-key", "--admin-api-key", "--ssl-keyfile-password"])
 
 DEFAULT_UNIT = {
@@ -135,7 +138,7 @@ def check_profiles(profiles):
 
 def quote_exec(word):
     """One word of an ExecStart line; ``%`` and ``$`` are literal."""
-    if "\n" in word or "\0" in word:
+    if re.search(r"[\n\r\0]", word):
         raise ServingError("an engine argument holds a line break or NUL: {0!r}".format(word))
     text = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
     return text if _PLAIN_WORD.match(text) else '"{0}"'.format(text)
@@ -148,7 +151,7 @@ def render_env(env):
         value = str(env[name])
         if not _ENV_NAME.match(name):
             raise ServingError("environment variable name {0!r}: expected letters, digits and '_' only".format(name))
-        if "\n" in value or "\0" in value:
+        if re.search(r"[\n\r\0]", value):
             raise ServingError("environment variable {0} holds a line break or NUL".format(name))
         if value and _PLAIN_WORD.match(value):
             lines.append("{0}={1}".format(name, value))
@@ -360,12 +363,19 @@ def plan_unit(name, profile, placed, settings):
                 engines.where(profile.get("engine") or engines.DEFAULT), engine.get("command")
             )
         )
+    listen = settings.get("listen") or _LISTEN[0]
+    if listen not in _LISTEN:
+        raise ServingError(
+            "sglang_server_listen is {0!r}, expected {1}: readiness and gates ask on 127.0.0.1".format(
+                listen, " or ".join(_LISTEN)
+            )
+        )
     try:
         method = dialects.resolve(profile["method"], profile.get("budget"), overrides)
         argv = command + dialects.command(
             dict(profile, name=name, extra_args=[], draft_model=draft_path(profile, settings["model_root"])),
             "{0}/{1}".format(settings["model_root"].rstrip("/"), profile.get("model")),
-            settings.get("listen") or "127.0.0.1",
+            listen,
             overrides,
         )
     except dialects.DialectError as error:
@@ -412,7 +422,8 @@ def plan_unit(name, profile, placed, settings):
     if secrets:
         # The command line shows only the file's name; another value has to restart the server all the same.
         env["SPECRIG_SECRETS"] = mask(render_secrets(secrets))
-    for source in (engine.get("env") or {}, method["env"], profile.get("env") or {}):
+    own = dialects.environment(method, draft_path(profile, settings["model_root"]))
+    for source in (engine.get("env") or {}, own, profile.get("env") or {}):
         for key in source:
             if key in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
                 raise ServingError(
@@ -498,6 +509,12 @@ def mask_env(env):
     return {name: mask(value) if _SECRET.search(name) else value for name, value in env.items()}
 
 
+def secret_values(env):
+    """The values of an environment that are secret by their names; no paths, and none that is too short to be one."""
+    named = [str(env[name]) for name in env if _SECRET.search(name)]
+    return {value for value in named if len(value) >= _SECRET_LENGTH and not value.startswith("/")}
+
+
 def mask_argv(argv):
     """The same words with the value after a secret option replaced by a short hash."""
     shown = []
@@ -523,7 +540,8 @@ def differences(plan, process):
     Args:
         plan: a unit plan.
         process: ``{pid, environ: {..}|None, cmdline: [..]|None, cpus_allowed: [ints]|None}``, secrets masked; None =
-            it could not be read. ``inherited`` names the variables that systemd gives to every unit.
+            it could not be read. ``inherited`` names the variables that systemd gives to every unit,
+            ``memory_policy`` is as in ``engineprocs``.
 
     Returns:
         ``(different, unknown)``: lines that ask for a restart, and lines on what could not be compared.
@@ -567,6 +585,12 @@ def differences(plan, process):
         elif not set(allowed) <= wanted_cpus:
             extra = sorted(set(allowed) - wanted_cpus)
             different.append("may run on CPUs {0} outside the planned {1}".format(cpulist.format(extra), plan["cpus"]))
+    if not memory_policy_reason(plan):
+        # systemd sets it before the program starts, so a process of this plan has it whatever the engine does later.
+        away = numa.outside(process.get("memory_policy") or [], plan["memory_nodes"])
+        if away:
+            nodes = cpulist.format(plan["memory_nodes"])
+            different.append("its memory policy is {0}, planned bind:{1}".format(", ".join(away), nodes))
     return different, unknown
 
 

@@ -168,7 +168,14 @@ def process_of(pid, inherited):
     words = None
     if cmdline:
         words = serving.mask_argv(cmdline.decode("utf-8", "replace").rstrip("\0").split("\0"))
-    return {"pid": pid, "environ": variables, "cmdline": words, "cpus_allowed": allowed, "inherited": inherited}
+    return {
+        "pid": pid,
+        "environ": variables,
+        "cmdline": words,
+        "cpus_allowed": allowed,
+        "memory_policy": engineprocs.policies("/proc/{0}".format(pid)),
+        "inherited": inherited,
+    }
 
 
 def main():
@@ -194,7 +201,9 @@ def main():
         },
         "benchmarks": [line.split()[0] for line in (running or "").splitlines() if line.split()],
     }
-    look["orphans"] = orphans.find(engineprocs.gather(), units, look["user"])
+    # Asked again after the processes were read, and told apart from no units: no server must be taken for an orphan.
+    processes, now = engineprocs.gather(), engineprocs.units()
+    look["orphans"] = orphans.find(processes, None if now is None else {**units, **now}, look["user"])
     damaged = [
         "{0} is damaged: {1}".format(path, about["damaged"]) for path, about in built.items() if about["damaged"]
     ]

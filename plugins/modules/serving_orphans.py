@@ -161,9 +161,11 @@ def main():
     rows = orphans.on_gpus(params["rows"], params["host_look"], params["guest"])
     names = names_of(rows)
     ours = [row for row in rows if row["ours"]]
-    others = [row for row in rows if not row["ours"] and orphans.matters(row, params["ports"])]
+    others = [row for row in rows if row["ours"] is False and orphans.matters(row, params["ports"])]
     found = ["{0}: orphaned {1}: {2}".format(row["profile"], orphans.text(row, names), row["why"]) for row in ours]
     found += ["{0}, left alone, not ours: {1}".format(orphans.text(row, names), row["why"]) for row in others]
+    if any(row["ours"] is None for row in rows):
+        found.append(orphans.UNASKED_GATE)
     verb = "would stop" if module.check_mode else "stopped"
     if not module.check_mode:
         ours = [row for row in ours if still_ours(row, user)]

@@ -127,6 +127,36 @@ def test_what_is_not_proven_to_be_ours_is_named_and_left_alone(row, why):
     assert found["why"] == why
 
 
+def test_where_systemd_gives_no_answer_no_server_is_taken_for_an_orphan():
+    """It may serve: that its unit runs can't be told. One that no unit started is told without systemd."""
+    served, by_hand = orphans.find([MAIN, loose(300, ppid=1)], None, USER)
+    assert (served["ours"], by_hand["ours"]) == (None, True)
+    assert "systemd in the guest cannot be asked" in served["why"]
+    row = orphans.gate([served], [])
+    assert row["status"] == "unknown"
+    assert "orphans are not told from servers" in row["message"]
+    assert orphans.gate([served, by_hand], [])["status"] == "fail"
+
+
+@pytest.mark.parametrize("answer", [OSError("none"), subprocess.TimeoutExpired("systemctl", 30), 1])
+def test_systemd_that_cannot_be_asked_is_not_systemd_without_units(monkeypatch, answer):
+    def ask(*_args, **_more):
+        if isinstance(answer, Exception):
+            raise answer
+        return subprocess.CompletedProcess([], answer, stdout=b"")
+
+    monkeypatch.setattr(engineprocs.subprocess, "run", ask)
+    assert engineprocs.units() is None
+    monkeypatch.setattr(
+        engineprocs.subprocess,
+        "run",
+        lambda *_args, **_more: subprocess.CompletedProcess(
+            [], 0, stdout=f"Id={UNIT}\nActiveState=active\nMainPID=100\n".encode()
+        ),
+    )
+    assert engineprocs.units() == RUNNING
+
+
 def test_without_a_service_user_nothing_is_ours():
     (found,) = orphans.find([process()], {}, None)
     assert not found["ours"]
@@ -224,8 +254,8 @@ def test_a_listening_port_is_read(monkeypatch):
 def test_the_policies_of_the_first_mappings(tmp_path: Path):
     lines = [f"{n:08x} bind:1 file=/x mapped=3 N1=3" for n in range(4)] + ["00ff0000 default anon=1"]
     (tmp_path / "numa_maps").write_text("\n".join(lines) + "\n7fff")
-    assert engineprocs._policies(str(tmp_path)) == ["bind:1", "default"]
-    assert engineprocs._policies(str(tmp_path / "nowhere")) is None
+    assert engineprocs.policies(str(tmp_path)) == ["bind:1", "default"]
+    assert engineprocs.policies(str(tmp_path / "nowhere")) is None
 
 
 def test_a_pid_that_means_another_process_by_now_is_not_touched(run, engine):

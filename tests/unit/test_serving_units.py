@@ -109,6 +109,22 @@ def test_the_placement_alone_decides_on_gpus():
         planned({"env": {"CUDA_VISIBLE_DEVICES": "1,2,3,4,5"}})
 
 
+def test_an_address_on_which_nobody_would_ask_is_refused():
+    assert "0.0.0.0" in planned(settings={"listen": "0.0.0.0"})["argv"]
+    with pytest.raises(serving.ServingError, match=r"listen is '10\.0\.0\.5', expected 127\.0\.0\.1 or 0\.0\.0\.0: "):
+        planned(settings={"listen": "10.0.0.5"})
+
+
+def test_a_method_s_environment_has_the_path_of_its_draft_model():
+    own = {"mine": {"flags": [], "needs": ["draft_model"], "env": {"SGLANG_DRAFT": "{draft_model}/x"}}}
+    profile = {"method": "mine", "budget": None, "draft_model": "D"}
+    assert planned(profile, settings={"dialects": own})["env"]["SGLANG_DRAFT"] == "/srv/models/D/x"
+    (case,) = serving.smoke_cases(
+        {"p": {**PROFILE, **profile}}, ["p"], {"kind": "short", "model_root": "/srv/models", "dialects": own}
+    )
+    assert case["expect"]["method_env"] == {"SGLANG_DRAFT": "/srv/models/D/x"}
+
+
 def test_a_relative_engine_command_is_refused():
     with pytest.raises(serving.ServingError, match="absolute path"):
         planned(settings={"engine": {"kind": "sglang", "command": ["sglang", "serve"]}})
@@ -205,9 +221,11 @@ def test_words_reach_the_engine_as_they_are(word, quoted):
     assert serving.quote_exec(word) == quoted
 
 
-def test_a_line_break_in_an_argument_is_refused():
+@pytest.mark.parametrize("end", ["\n", "\r", "\0"])
+def test_a_line_break_in_an_argument_is_refused(end):
+    """systemd ends a line at each of them."""
     with pytest.raises(serving.ServingError, match="line break"):
-        serving.quote_exec("a\nExecStartPre=/bin/rm")
+        serving.quote_exec(f"a{end}ExecStartPre=/bin/rm")
 
 
 def test_an_environment_file_reads_back():
@@ -272,6 +290,24 @@ def test_cpus_outside_the_plan_are_named_and_fewer_are_right():
     different, _unknown = serving.differences(plan, running(plan, cpus_allowed=[0, 1, 64]))
     assert different == ["may run on CPUs 0-1 outside the planned 64-67,192-195"]
     assert serving.differences(plan, running(plan, cpus_allowed=[64])) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("words", "reasons"),
+    [
+        (["bind:1"], []),
+        (["bind:1", "default"], []),
+        (None, []),
+        (["default"], ["its memory policy is default, planned bind:1"]),
+        (["bind:0"], ["its memory policy is bind:0, planned bind:1"]),
+    ],
+)
+def test_a_memory_policy_of_before_asks_for_a_restart(words, reasons):
+    """The gate fails for it and names recover.yml, which has to put it right."""
+    plan = planned()
+    assert serving.differences(plan, running(plan, memory_policy=words))[0] == reasons
+    free = planned(placed={"memory_policy": False})
+    assert serving.differences(free, running(free, memory_policy=words)) == ([], [])
 
 
 def test_what_cannot_be_read_is_unknown_and_restarts_nothing():
