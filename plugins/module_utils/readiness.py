@@ -3,10 +3,19 @@
 
 from __future__ import annotations
 
+import re
 import signal
 
 QUIET_S = 120
 """A server whose log says nothing for longer than this is said to hang, not to load."""
+
+# SGLang logs its arguments at each start, as a call's or as a dictionary's.
+_KEY = re.compile(r"""((?:api_key|password|hf_token)["']?\s*[=:]\s*)(["'])(?:\\.|(?!\2).)+\2""")
+
+
+def masked(text):
+    """A line of a server's log without the keys and passwords among its arguments."""
+    return _KEY.sub(r"\1\2****\2", text)
 
 
 def end_text(state):
@@ -88,7 +97,9 @@ def ended(unit, state, asked, seen_restarts=None, holder=None):
         how = "ended at its first request, having said that it was ready"
     elif down:
         how = "is {0}".format(active)
-    text = "{0} {1}: {2}".format(unit, how, end_text(state))
+    # The exit status that systemd tells is the new start's.
+    anew = not down and sub != "auto-restart"
+    text = "{0} {1}: {2}".format(unit, how, "systemd has started it again since" if anew else end_text(state))
     if active == "failed" and (restarts or state.get("Result") == "start-limit-hit"):
         text += "; it was started {0} times and its restart limit is reached".format(restarts + 1)
     elif sub == "auto-restart" and restarts:

@@ -107,7 +107,7 @@ BODY_BYTES = 16 << 20
 GRACE_S = 60.0
 PROPERTIES = (
     "ActiveState,SubState,Result,MainPID,ExecMainStatus,ExecMainCode,NRestarts,ControlGroup,InvocationID,"
-    "ActiveEnterTimestampMonotonic,ExecMainStartTimestampMonotonic"
+    "ActiveEnterTimestampMonotonic,ExecMainStartTimestampMonotonic,Job"
 )
 EMPTY = {
     "ready": False,
@@ -217,7 +217,7 @@ def log_entry(line):
         # Bytes that are no UTF-8, such as a bar of progress, come as numbers.
         text = bytes(text).decode("utf-8", "replace")
     text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", (text or "").replace("\r", "\n")).strip()
-    return (max(0.0, age), text.splitlines()[-1]) if text else None
+    return (max(0.0, age), readiness.masked(text.splitlines()[-1])) if text else None
 
 
 def pids_of_cgroup(cgroup):
@@ -385,17 +385,20 @@ def poll(target, params, row):
     last = "nothing happened yet"
     next_unit_check = 0.0
     started = began_waiting
-    state = {}
+    state, unsettled = {}, None
     while True:
         now = time.monotonic()
         try:
             if now >= next_unit_check:
                 state = unit_show(target["unit"])
-                next_unit_check = now + 1.0
-                started = started_at(state, began_waiting)
-                check_alive(target, state, row)
-                if row["restarts"] is None:
-                    row["restarts"] = state.get("NRestarts")
+                unsettled = unsettled_line(state)
+                next_unit_check = now + (0.0 if unsettled else 1.0)
+                started = began_waiting if unsettled else started_at(state, began_waiting)
+                if unsettled is None:
+                    check_alive(target, state, row)
+                    if row["restarts"] is None:
+                        row["restarts"] = state.get("NRestarts")
+            check_settled(unsettled)
             check_owner(target, state)
             check_started(url, params["api_key"])
             check_model(target, url, params["api_key"])
@@ -410,6 +413,9 @@ def poll(target, params, row):
         except NotYet as error:
             row["asked"] -= isinstance(error, Refused)
             last = str(error)
+            if row["asked"]:
+                # It may have died of the request: that is seen before systemd starts it again.
+                next_unit_check = 0.0
         except Wrong as error:
             row["problem"] = str(error)
             break
@@ -429,7 +435,26 @@ def poll(target, params, row):
         time.sleep(POLL_S)
     row["seconds"] = round(time.monotonic() - began_waiting, 2)
     if row["problem"]:
-        row["log"] = [text for _age, text in unit_log(target["unit"], state.get("InvocationID"), params["log_lines"])]
+        # Of the start that it died in, not of one that systemd has made since.
+        invocation = state.get("InvocationID") if row["restarts"] in (None, state.get("NRestarts")) else None
+        row["log"] = [text for _age, text in unit_log(target["unit"], invocation, params["log_lines"])]
+
+
+def unsettled_line(state):
+    """Why a unit is neither asked nor judged yet, or None.
+
+    What ran before answers until it has stopped, and a unit that systemd still has to start has not ended.
+    """
+    if state.get("ActiveState") == "deactivating":
+        return "what ran before is still being stopped"
+    if (state.get("Job") or "0") != "0":
+        return "systemd has its start still to do"
+    return None
+
+
+def check_settled(line):
+    if line is not None:
+        raise NotYet(line)
 
 
 def check_alive(target, state, row):
