@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jinja2
 import pytest
 import yaml
 
@@ -101,6 +102,23 @@ def test_the_inventories_give_each_profile_a_method_and_its_own_port(inventory):
         if not profile.get("serve"):
             assert name == f"tp{profile['tp']}-{label}"
         assert profile.get("numa", "local") == ("span" if profile["tp"] == 8 else "local")
+
+
+@pytest.mark.parametrize(
+    ("given", "path"),
+    [
+        ({}, "/srv/models"),
+        ({"model_store_place": "guest"}, "/dev/shm/models"),
+        ({"model_store_place": "guest", "model_store_guest_path": "/m"}, "/m"),
+    ],
+)
+def test_server_gates_and_benchmarks_agree_on_where_a_guest_sees_its_models(given, path):
+    """Also where the role that stages them has no part in the play, as in a benchmark."""
+    said = [defaults("sglang_server")["sglang_server_model_root"]]
+    for role in ("preflight", "decode_bench"):
+        variables = load(ROOT / "roles" / role / "vars" / "main.yml")
+        said.append(variables[f"__{role}_server"]["model_root"])
+    assert [jinja2.Template(text).render(given) for text in said] == [path] * 3
 
 
 def test_only_the_lab_declares_the_simulated_driver():
