@@ -102,10 +102,18 @@ def judge(engine, method, words):
     """
     version, upstream = engine_release(engine)
     requires = method.get("requires")
+    news = []
     if upstream and requires and satisfies(version, requires) is False:
-        return [_unmet(method, requires, version, words)], []
+        if requires != "branch" or release(version) <= release(engineoptions.LAST):
+            return [_unmet(method, requires, version, words)], []
+        news.append(
+            "method {0} (dialect {1}) is in no release of SGLang up to {2}; whether {3} has it is not known".format(
+                method["method"], method["dialect"], engineoptions.LAST, version
+            )
+        )
     rows = check(words, version, complete=upstream)
-    return tuple([row["message"] for row in rows if row["status"] == status] for status in ("fail", "note"))
+    problems, notes = ([row["message"] for row in rows if row["status"] == status] for status in ("fail", "note"))
+    return problems, news + notes
 
 
 def _unmet(method, requires, version, words):

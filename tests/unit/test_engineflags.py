@@ -137,6 +137,11 @@ def test_a_method_that_a_release_has_not():
         "method dflash (dialect sglang) needs sglang >=0.5.11, and the engine is 0.5.10.post1; install that, or choose "
         "another method"
     ]
+    newer = {"install": {"requirements": ["sglang==0.6.1"]}}
+    assert engineflags.judge(newer, tree, ["--speculative-ddtree-budget", "15"]) == (
+        [],
+        ["method ddtree (dialect pr-29907) is in no release of SGLang up to 0.5.23; whether 0.6.1 has it is not known"],
+    )
     branch = {"install": {"requirements": ["git+https://example.org/sglang@tree"]}}
     assert engineflags.judge(branch, tree, ["--speculative-ddtree-budget", "15"]) == ([], [])
     assert engineflags.judge({"kind": "sim"}, tree, ["--speculative-ddtree-budget", "15"]) == ([], [])
