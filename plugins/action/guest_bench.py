@@ -8,12 +8,24 @@ import json
 from ansible.errors import AnsibleActionFail
 from ansible.plugins.action import ActionBase
 
+from ..module_utils import serving
+
 SPEC = {
     "ask": {"type": "str", "choices": ["plan", "launch", "label"], "required": True},
     "request": {"type": "dict", "required": True},
     "python": {"type": "path", "default": "/opt/specrig/venv/bin/python"},
     "user": {"type": "str", "default": "specrig"},
 }
+
+
+def plain(profile):
+    """A profile without its environment and keys: a run's plan needs neither, and arguments are shown and logged."""
+    if not isinstance(profile, dict):
+        return profile
+    kept = {key: value for key, value in profile.items() if key != "env"}
+    if isinstance(kept.get("extra_args"), list):
+        kept["extra_args"] = serving.mask_argv([str(word) for word in kept["extra_args"]])
+    return kept
 
 
 class ActionModule(ActionBase):
@@ -26,6 +38,8 @@ class ActionModule(ActionBase):
         result = super().run(tmp, task_vars)
         _, arguments = self.validate_argument_spec(SPEC)
         request = arguments["request"]
+        if isinstance(request.get("profiles"), dict):
+            request = dict(request, profiles={name: plain(row) for name, row in request["profiles"].items()})
         writes = arguments["ask"] != "plan" or bool(request.get("create"))
         result["changed"] = writes
         if writes and self._task.check_mode:

@@ -469,7 +469,8 @@ def install(params):
             if venvs.read_json(os.path.join(target, venvs.RECORD)) is None and not users([target]):
                 # What an interrupted installation left.
                 shutil.rmtree(target, ignore_errors=True)
-                continue
+                if not os.path.lexists(target):
+                    break
             number += 1
             target = os.path.join(path + ".d", "{0}-{1}".format(wanted, number))
         build(params, target)

@@ -429,7 +429,8 @@ def test_versions_are_built_beside_each_other_and_switched(venv_module, tmp_path
     kernels = tmp_path / "kernels"
     for name in ("engine-id1.0", "engine-id2.0"):
         (kernels / name).mkdir(parents=True)
-    first = venv_module("1.0")
+    # A wheel by its name, and what it needs from the others.
+    first = venv_module("1.0", steps=[{"requirements": ["wheel:tinyengine-1.0-py3-none-any.whl"]}])
     assert first["changed"] is True
     assert (first["packages"]["tinyengine"], first["packages"]["tinydep"]) == ("1.0", "1.0")
     assert first["requested"] == ["tinyengine"]
@@ -542,6 +543,11 @@ def test_a_wheelhouse_is_filled_once_for_its_steps(wheelhouse, tmp_path, wheels)
     assert wheelhouse.fill(install, {**FACTS, "machine": "aarch64"}, texts) is True
     with pytest.raises(wheelhouse.engines.EngineError, match=r"the controller's pip wheel: ERROR: .*nothere"):
         wheelhouse.fill(install, FACTS, [["nothere"], []])
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        wheelhouse.engines.EngineError, match=r"the wheelhouse .*/file/house cannot be filled: Not a dir"
+    ):
+        wheelhouse.fill({**install, "wheelhouse": str(tmp_path / "file" / "house")}, FACTS, texts)
 
 
 def test_sources_become_wheels_on_the_controller(wheelhouse, tmp_path):
@@ -690,6 +696,42 @@ def test_a_copy_goes_on_where_an_earlier_one_was_cut_off(repository, monkeypatch
     module.ActionModule._copy(action, row, part.stat().st_size)
     assert part.read_bytes() == content
     assert sent == [65536, 160000 - 2 * 65536]
+
+
+def test_what_pip_is_told_of_each_kind_of_requirement(repository, monkeypatch, tmp_path, wheels):
+    pytest.importorskip("ansible")
+    monkeypatch.setattr(sys, "path", [str(repository / ".collections"), *sys.path])
+    module = importlib.import_module("ansible_collections.specrig.host.plugins.action.engine_install")
+    action = object.__new__(module.ActionModule)
+    action._hashes = module.wheelhouse.Hashes(tmp_path / "cache.json")
+    wheel = wheels / "tinydep-1.0-py3-none-any.whl"
+    secret = "git+https://someone:hunter2@example.net/x.git@v1"
+    texts = ["sglang==0.5.23", f"{wheel}[all]", "guest:/opt/src[all]", "guest:/opt/w/x-1-py3-none-any.whl", secret]
+    (tmp_path / "constraints.txt").write_text("fakedep<2\n")
+    given = installed(
+        requirements=texts, constraints=[str(tmp_path / "constraints.txt")], no_deps=True, pip_args=["-v"]
+    )
+    install = engines.table(given, {})["default"]["install"]
+    # One of the wheelhouse has the same name and another content: the one that is asked for goes along.
+    files = [{"name": wheel.name, "size": 1, "sha256": "another", "bound": True, "source": "/w/" + wheel.name}]
+    secrets = []
+    (step,) = install["steps"]
+    told = action._step(step, install, FACTS, files, secrets, tmp_path)
+    assert told == {
+        "requirements": [
+            "sglang==0.5.23",
+            f"wheel:{wheel.name}[all]",
+            "/opt/src[all]",
+            "/opt/w/x-1-py3-none-any.whl",
+            "secret:0",
+        ],
+        "args": ["--no-deps", "-v"],
+        "constraints": ["fakedep<2\n"],
+    }
+    assert secrets == [secret]
+    (only,) = files
+    assert (only["name"], only["source"], only["bound"]) == (wheel.name, str(wheel), False)
+    assert only["sha256"] != "another"
 
 
 def test_a_folder_is_shown_only_if_the_host_has_the_very_files(repository, monkeypatch, wheels):
