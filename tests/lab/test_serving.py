@@ -358,7 +358,7 @@ def test_orphans_of_ours_are_stopped_and_look_alikes_are_named_and_live(serving:
     serving.guest(
         f"printf 'SPECRIG_PROFILE=tp4-autoregressive\\n' > {environ}; mkdir -p {dropin};"
         f"printf '[Service]\\nKillMode=process\\nRestart=no\\nExecStart=\\nExecStart=/bin/bash -c \"{rank} 4 31401"
-        f" /dev/shm/specrig-ranks/outlived\"\\n' > {dropin}/zz-left.conf; systemctl daemon-reload; systemctl start {unit}",
+        f" /dev/shm/specrig-ranks/outlived\"\\n' > {dropin}/z.conf; systemctl daemon-reload; systemctl start {unit}",
         check=True,
     )
     start("specrig", "by-hand", 5, env="SPECRIG_PROFILE=tp4-autoregressive")
