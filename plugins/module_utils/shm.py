@@ -16,6 +16,7 @@ import ctypes
 import json
 import os
 import re
+import shlex
 import stat
 import time
 
@@ -27,7 +28,8 @@ LEAST_BYTES = 1 << 20
 LEAST_AGE_S = 60
 CLONE_NEWIPC = 0x08000000
 IPC_RMID = 0
-_PID_NAME = re.compile(r"^/?(?:torch|cuda\.shm|sem\.torch)[_.](\d+)[_.]")
+# Not cuda.shm.UID.PID.N: its first number is no process.
+_PID_NAME = re.compile(r"^/?(?:torch|sem\.torch)[_.](\d+)[_.]")
 _MOST_FILES = 20000
 
 
@@ -71,13 +73,16 @@ def processes(proc="/proc"):
 
 
 def files_of(root, skip=()):
-    """[{"path", "name", "device", "inode", "bytes", "uid", "mtime"}] of regular files below root/dev/shm.
+    """[{"path", "name", "device", "inode", "bytes", "uid", "mtime", "ctime"}] of regular files below root/dev/shm.
 
     Args:
         root: ``""`` for this machine, ``/proc/PID/root`` for a guest.
         skip: folders, as the guest names them, that hold something known: staged models.
     """
     base, rows = root + "/dev/shm", []
+    if root and any(os.path.islink(root + part) for part in ("/dev", "/dev/shm")):
+        # A guest's link would be followed to what it names on this machine.
+        return []
     left_out = {os.path.normpath(root + path) for path in skip}
     for folder, folders, names in os.walk(base):
         folders[:] = [name for name in folders if os.path.join(folder, name) not in left_out]
@@ -99,6 +104,7 @@ def files_of(root, skip=()):
                     "bytes": about.st_blocks * 512,
                     "uid": about.st_uid,
                     "mtime": about.st_mtime,
+                    "ctime": about.st_ctime,
                 }
             )
             if len(rows) >= _MOST_FILES:
@@ -198,7 +204,7 @@ def maker_is_dead(row, living):
     """Whether the process that made a segment is proven to be gone.
 
     Args:
-        row: with ``name`` or ``cpid``, ``uid``, ``mtime``.
+        row: with ``name`` or ``cpid``, ``uid``, ``mtime``, and of a file ``ctime``, which nobody can set back.
         living: processes of the same guest (or of the host's own).
 
     A number in the name counts only by its absence, for numbers are given out again.
@@ -207,8 +213,9 @@ def maker_is_dead(row, living):
     number = int(named.group(1)) if named else row.get("cpid")
     if number is not None and number not in {process["inner_pid"] for process in living}:
         return True
+    since = max(row["mtime"], row.get("ctime", 0))
     return all(
-        process["started_unix"] is not None and process["started_unix"] > row["mtime"] + 2
+        process["started_unix"] is not None and process["started_unix"] > since + 2
         for process in living
         if process["uid"] == row["uid"]
     )
@@ -310,14 +317,19 @@ def remove(place, row, proc="/proc"):
         name = row["name"].split("/")[-1]
         about = os.stat(name, dir_fd=opened[-1], follow_symlinks=False)
         if (about.st_dev, about.st_ino) != (row["device"], row["inode"]):
-            return "%s is another file by now" % row["path"]
+            return "%s is another file by now" % printable(row["path"])
         os.unlink(name, dir_fd=opened[-1])
     except OSError as problem:
-        return "%s: %s" % (row["path"], problem.strerror or problem)
+        return "%s: %s" % (printable(row["path"]), problem.strerror or problem)
     finally:
         for descriptor in opened:
             os.close(descriptor)
     return None
+
+
+def printable(name):
+    """A file's name as it can be shown: whoever may write to shared memory chose it, down to a terminal's codes."""
+    return "".join(letter if letter.isprintable() else "?" for letter in name)
 
 
 def age_text(seconds):
@@ -342,13 +354,20 @@ def describe(place, owner_of, pve=False):
         owner = owner_of(place, row["uid"]) or "uid %d" % row["uid"]
         maker = ", its maker is gone" if row["dead"] else ""
         listed.append(
-            "%s (%s, %s, %s old%s)" % (row["name"], memory.amount(row["bytes"]), owner, age_text(row["age_s"]), maker)
+            "%s (%s, %s, %s old%s)"
+            % (printable(row["name"]), memory.amount(row["bytes"]), printable(owner), age_text(row["age_s"]), maker)
         )
     if len(place["segments"]) > len(shown):
         listed.append("%d more" % (len(place["segments"]) - len(shown)))
     inside = "" if not place["guest"] else ("pct exec %s -- " if pve else "lxc-attach -n %s -- ") % place["guest"]
     first = place["segments"][0]
-    how = "ipcrm -m %d" % first["shmid"] if first["kind"] == "sysv" else "rm %s" % first["path"]
+    if first["kind"] == "sysv":
+        how = "ipcrm -m %d" % first["shmid"]
+    elif shlex.quote(first["path"]) == first["path"]:
+        how = "rm %s" % first["path"]
+    else:
+        # A name that a shell would take for more than a name is not put into a command.
+        how = "find /dev/shm -xdev -inum %d -delete" % first["inode"]
     doubt = ", as far as can be told (%d processes could not be asked)" % place["unasked"] if place["unasked"] else ""
     return "%s in shared memory that no process maps or holds open%s: %s; remove with '%s%s' what nobody needs" % (
         memory.amount(place["bytes"]),

@@ -35,8 +35,16 @@ def parse(record, not_before=None):
         numbers[key] = value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
     message = record.get("message")
     return dict(
-        numbers, model=str(record.get("model")), state=record["state"], message=str(message) if message else None
+        numbers,
+        model=_plain(record.get("model")),
+        state=record["state"],
+        message=_plain(message) if message else None,
     )
+
+
+def _plain(text):
+    """Without a terminal's codes: a guest that stages writes its file itself, and a terminal shows it."""
+    return "".join(letter if letter.isprintable() else " " for letter in str(text))
 
 
 def amount_text(done, total):

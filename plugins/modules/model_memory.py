@@ -199,6 +199,18 @@ def remedies(params, found):
     return "; ".join(words)
 
 
+def refuse_links(module, root, place):
+    """Ends the module where a guest's link is on the way: it would be followed to what it names on this machine."""
+    step = root
+    for part in place.strip("/").split("/"):
+        step = os.path.join(step, part)
+        if os.path.islink(step):
+            module.fail_json(
+                msg="in guest %s %s is a link; remove it, or set model_store_guest_path to a folder without links"
+                % (module.params["guest"], step[len(root) :])
+            )
+
+
 def main():
     module = AnsibleModule(
         argument_spec={
@@ -227,6 +239,8 @@ def main():
     pid = params["init_pid"] if params["guest"] else os.getpid()
     root = "/proc/%d/root" % pid if params["guest"] else ""
     place = os.path.normpath(params["path"])
+    if params["guest"]:
+        refuse_links(module, root, place)
     mount, point = tmpfs.mount_of(unitfiles.read("/proc/%d/mountinfo" % pid) or "", place)
     free = None
     if mount and mount["fstype"] == "tmpfs":

@@ -151,6 +151,15 @@ def test_a_folder_on_a_disk_is_no_place_for_models(host):
     )
 
 
+def test_a_link_of_a_guest_is_not_followed(host, monkeypatch):
+    real = os.path.islink
+    linked = f"/proc/61/root{host.store}"
+    monkeypatch.setattr(os.path, "islink", lambda path: path == linked or real(path))
+    assert host(GIB, guest="gpu", init_pid=61)["msg"] == (
+        f"in guest gpu {host.store} is a link; remove it, or set model_store_guest_path to a folder without links"
+    )
+
+
 def test_files_of_an_interrupted_staging_count_as_room(host):
     part = host.store / "Qwen" / ".specrig-part.weights"
     part.parent.mkdir()

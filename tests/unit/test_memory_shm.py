@@ -117,6 +117,24 @@ def test_no_link_is_followed_out_of_shared_memory(tmp_path):
         link.unlink()
 
 
+def test_a_guest_whose_shared_memory_is_a_link_has_none(tmp_path):
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "secret").write_bytes(b"x")
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "shm").symlink_to(tmp_path / "outside")
+    assert shm.files_of(str(tmp_path)) == []
+
+
+def test_a_name_that_a_shell_or_a_terminal_would_take_for_more_is_not_repeated():
+    row = {"kind": "file", "shmid": None, "uid": 997, "dead": False, "bytes": MIB, "age_s": 130.0, "inode": 77}
+    row.update(name="a; reboot \x1b[2J\udcff", path="/dev/shm/a; reboot \x1b[2J\udcff")
+    place = {"guest": "gpu", "init_pid": 61, "segments": [row], "bytes": MIB, "unasked": 0}
+    line = shm.describe(place, lambda *_args: None)
+    assert "a; reboot ?[2J? (1 MiB, uid 997, 2 min old)" in line
+    assert "remove with 'lxc-attach -n gpu -- find /dev/shm -xdev -inum 77 -delete' what" in line
+    assert line.isprintable()
+
+
 @needs_root
 def test_a_system_v_segment_without_users_is_found_and_removed():
     libc = ctypes.CDLL(None, use_errno=True)
@@ -159,6 +177,8 @@ def process(inner_pid: int, uid: int, started: float | None) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("row", "living", "dead"),
     [
+        # The first number of CUDA's is a user.
+        ({"name": "cuda.shm.0.1f.1"}, [process(7, 997, 500)], False),
         # The number in its name is gone: dead, whoever else lives.
         ({"name": "torch_4711_123_0"}, [process(1, 997, 0)], True),
         # It is there, but may be another process by now: what counts is who is older than the file.
@@ -168,6 +188,8 @@ def process(inner_pid: int, uid: int, started: float | None) -> dict[str, Any]:
         ({"name": "psm_ab12"}, [process(7, 997, 2000), process(1, 0, 0)], True),
         ({"name": "psm_ab12"}, [process(7, 997, None)], False),
         ({"name": "psm_ab12"}, [], True),
+        # Its time was set back; it was made later than the process.
+        ({"name": "psm_ab12", "ctime": 3000}, [process(7, 997, 2000)], False),
         # Within the clock's grain it is not proven.
         ({"name": "psm_ab12"}, [process(7, 997, 1001)], False),
         ({"cpid": 77001}, [process(9, 997, 500)], True),

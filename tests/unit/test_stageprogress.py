@@ -72,6 +72,12 @@ def test_what_is_no_progress_is_none(broken: Any) -> None:
     assert stageprogress.parse(broken) is None
 
 
+def test_what_a_terminal_would_obey_is_not_shown() -> None:
+    progress = stageprogress.parse(record(state="failed", model="M\x1b]0;x\x07", message="a\nb\x1b[2J"))
+    assert progress is not None
+    assert stageprogress.text(progress) == "model M ]0;x : a b [2J"
+
+
 def test_progress_of_an_earlier_staging_is_none() -> None:
     assert stageprogress.parse(record(), not_before=1003.5) is None
     assert stageprogress.parse(record(), not_before=1002.5) is not None
