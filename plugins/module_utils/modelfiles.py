@@ -54,6 +54,12 @@ def parse_manifest(text):
     return files
 
 
+def seen(manifest, own=MANIFEST_NAME):
+    """A manifest without what is left out of every model: hidden names, and the manifest itself."""
+    hidden = {path for path in manifest if any(part.startswith(".") for part in path.split("/"))}
+    return {path: manifest[path] for path in manifest if path not in hidden and path != own}
+
+
 def header_length(name, start, size):
     """The length in bytes of a safetensors header, from the file's first bytes and its size.
 
@@ -156,8 +162,9 @@ def stamp(row):
 
 
 def unmoved(row, known):
-    """Whether size and time of a source's file are those that were kept."""
-    return known is not None and row["size"] == known.get("size") and stamp(row) == stamp(known)
+    """Whether size and time of a source's file are those that were kept; a source that tells no time tells nothing."""
+    told = stamp(row) not in ("", None)
+    return known is not None and told and row["size"] == known.get("size") and stamp(row) == stamp(known)
 
 
 def expected(source, kept_path, files, manifest, kept):

@@ -145,15 +145,17 @@ class LocalSource(Source):
                     raise ModelError("%s is no regular file; remove it from the model's folder" % full)
                 files[path] = {"size": about.st_size, "mtime_ns": about.st_mtime_ns}
         if not files:
-            raise ModelError(
-                "the source %s of model %s holds no files; download the model there" % (self.place, self.name)
+            # So looks the folder of a share that is not mounted.
+            raise SourceGone(
+                "the source %s of model %s holds no files; mount it, or download the model there"
+                % (self.place, self.name)
             )
         return files
 
     def manifest(self, patient=True):  # noqa: ARG002 (a disk answers or does not)
         try:
             with open(self._manifest_path, encoding="utf-8") as handle:
-                return modelfiles.parse_manifest(handle.read())
+                named = modelfiles.parse_manifest(handle.read())
         except UnicodeDecodeError:
             raise ModelError("%s is no text; make it with sha256sum in the folder" % self._manifest_path) from None
         except FileNotFoundError:
@@ -162,6 +164,7 @@ class LocalSource(Source):
                     "the manifest %s is not there; make it with sha256sum in its folder" % self._manifest_path
                 ) from None
             return {}
+        return modelfiles.seen(named, os.path.relpath(self._manifest_path, self.place))
 
     def open(self, path, offset, end=None):
         return LocalReader(os.path.join(self.place, path), offset, end)

@@ -647,10 +647,7 @@ class HttpSource(Source):
                     raise ModelError(
                         "%s is no text; make it with sha256sum" % self.where(modelfiles.MANIFEST_NAME)
                     ) from None
-            named = modelfiles.parse_manifest(text)
-            hidden = [path for path in named if any(part.startswith(".") for part in path.split("/"))]
-            own = (*hidden, modelfiles.MANIFEST_NAME)
-            self._manifest = {path: named[path] for path in named if path not in own}
+            self._manifest = modelfiles.seen(modelfiles.parse_manifest(text))
         return dict(self._manifest)
 
     def _look(self, path):

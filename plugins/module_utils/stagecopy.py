@@ -30,6 +30,8 @@ MARKER_NAME = modelfiles.MARKER_NAME
 LOCK_NAME = ".specrig-lock"
 RAM_FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
 TODO, TAKEN, DONE = range(3)
+# What a row of the marker has to say.
+MARKED = {"size", "mtime_ns", "ino", "stamp", "sha256"}
 
 
 def read_text(path):
@@ -114,9 +116,11 @@ def read_marker(target, boot):
     """(marker or None, whether it is of this boot)."""
     try:
         marker = json.loads(read_text(os.path.join(target, MARKER_NAME)))
-        if marker["schema"] == modelfiles.MARKER_SCHEMA and isinstance(marker["files"], dict):
+        rows = marker["files"].values()
+        whole = "verified" in marker and all(MARKED <= set(row) for row in rows)
+        if marker["schema"] == modelfiles.MARKER_SCHEMA and whole:
             return marker, boot is not None and marker["boot_id"] == boot
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         pass
     return None, False
 
@@ -581,7 +585,8 @@ class Progress:
         self._last = now
         self._seen = [(at, amount) for at, amount in self._seen if now - at <= 5] + [(now, done)]
         since, amount = self._seen[0]
-        rate = (done - amount) / (now - since) if now > since else None
+        # Where a file is copied from its start again, less is done than was.
+        rate = max(0.0, (done - amount) / (now - since)) if now > since else None
         self._row.update(more, state=state, bytes_done=done, message=message, updated_unix=round(time.time(), 3))
         self._row["rate_bytes_s"] = None if rate is None else round(rate)
         left = self._row["bytes_total"] - done

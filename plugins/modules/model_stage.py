@@ -80,6 +80,7 @@ models:
 import contextlib
 import json
 import os
+import stat
 import time
 
 from ansible.module_utils.basic import AnsibleModule
@@ -97,11 +98,24 @@ class Model:
         self.source = modelsource.source_of(name, about)
         self.target = os.path.join(parameters["target"], name)
         self.kept_path = os.path.join(parameters["state_dir"], name.replace("/", "--") + ".json")
+        self.root = os.path.normpath(parameters["target"])
         self.boot = stagecopy.boot_id()
         self.look()
 
+    def check_owner(self):
+        """Raises ModelError where anybody may make a folder, as in /dev/shm, and somebody made ours."""
+        for place in (self.root, self.target):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                owner, others = os.lstat(place).st_uid, os.stat(os.path.dirname(place)).st_mode & stat.S_IWOTH
+                if others and owner not in (0, os.geteuid()):
+                    raise ModelError(
+                        "%s belongs to user %d, who could change the models in it; expected root: remove it and run "
+                        "again" % (place, owner)
+                    )
+
     def look(self):
         """Find out, again, what is there."""
+        self.check_owner()
         self.marker, current = stagecopy.read_marker(self.target, self.boot)
         self.proofs = stagecopy.Proofs(self.target, self.boot)
         self.have = stagecopy.look(self.target)
@@ -184,10 +198,11 @@ class Model:
         about = os.statvfs(place)
         free = about.f_bavail * about.f_frsize
         free += sum(os.lstat(path).st_blocks * 512 for path in stagecopy.temporaries(self.target))
-        if needed > free:
+        # A tmpfs without limit has no blocks.
+        if about.f_blocks and needed > free:
             raise ModelError(
-                "%s has %.2f GB free and staging %s needs %.2f GB; raise model_store_size or remove another model"
-                % (place, free / 1e9, self.name, needed / 1e9)
+                "%s has %.2f GB free and staging %s needs %.2f GB; raise model_store_size (of a guest's own memory "
+                "model_store_guest_size), or remove another model" % (place, free / 1e9, self.name, needed / 1e9)
             )
 
     def verified(self):
@@ -202,7 +217,7 @@ class Model:
         for path in self.steps["drop"]:
             os.unlink(os.path.join(self.target, path))
         going_on = {
-            stagecopy.temporary_of(os.path.join(self.target, path)): row["ino"]
+            stagecopy.temporary_of(os.path.join(self.target, path)): row.get("ino")
             for path, row in self.proofs.parts.items()
             if path in self.steps["copy"]
         }
@@ -234,6 +249,8 @@ class Model:
 
     def adopt(self):
         """Give files their names that were proven when a staging was killed, just before they got them."""
+        # That of another one, too, which was waited for.
+        self.proofs = stagecopy.Proofs(self.target, self.boot)
         for path, row in self.proofs.files.items():
             final = os.path.join(self.target, path)
             with contextlib.suppress(OSError):

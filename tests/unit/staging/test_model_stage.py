@@ -154,12 +154,15 @@ def test_a_model_in_ram_outlives_its_source(stage, source, tmp_path):
 
 def test_too_little_room_is_one_line_with_both_numbers(stage, monkeypatch):
     class Room:
-        f_bavail, f_frsize = 2, 4096
+        f_bavail, f_frsize, f_blocks = 2, 4096, 8
 
     monkeypatch.setattr(stage.module.os, "statvfs", lambda path: Room)
     done = stage()
     assert done["failed"] is True
     assert "0.00 GB free and staging M needs 0.00 GB; raise model_store_size" in done["msg"]
+    # A tmpfs without limit has no blocks, and none free.
+    Room.f_bavail = Room.f_blocks = 0
+    assert not stage().get("failed")
 
 
 @pytest.mark.parametrize(
@@ -180,19 +183,72 @@ def test_a_bad_manifest_is_one_line(stage, source, text):
     assert not stage.target.exists()
 
 
+def test_hidden_files_that_the_manifest_names_are_left_out_with_it(stage, source, folders):
+    """As the manifest of a clone has them, made by a shell that began the manifest first."""
+    with (source / "MANIFEST.sha256").open("a") as out:
+        out.write(f"{'0' * 64}  .gitattributes\n{'0' * 64}  .git/config\n{'0' * 64}  MANIFEST.sha256\n")
+    assert stage()["specrig"]["gates"][0]["status"] == "pass"
+    assert folders.listing(stage.target) == folders.wanted(source)
+
+
+def test_a_share_that_is_not_mounted_takes_nothing_from_ram(stage, source, tmp_path):
+    stage()
+    source.rename(tmp_path / "elsewhere")
+    source.mkdir()
+    done = stage()
+    assert (done["changed"], done["complete"]) == (False, True)
+    shutil.rmtree(stage.target)
+    assert "holds no files; mount it, or download the model there" in stage()["msg"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives folders away")
+def test_a_folder_that_somebody_else_made_where_everybody_may_is_refused(stage, source):
+    stage.target.mkdir()
+    os.chown(stage.target, 4711, 4711)
+    assert not stage(copy=False).get("failed"), "root alone makes folders there"
+    stage.target.parent.chmod(0o1777)
+    line = stage()["msg"]
+    assert line.startswith(f"{stage.target} belongs to user 4711, who could change the models in it; expected root")
+    assert list(stage.target.iterdir()) == []
+
+
+@pytest.mark.parametrize("rows", [None, [], {"config.json": {}}, {"config.json": 7}])
+def test_a_marker_that_is_none_vouches_for_nothing(stage, rows):
+    stage()
+    path = stage.target / modelfiles.MARKER_NAME
+    path.write_text(json.dumps({**json.loads(path.read_text()), "files": rows}))
+    assert stage(copy=False)["complete"] is False
+    assert stage()["models"]["M"]["copied"] == []
+    assert stage()["changed"] is False
+
+
+# Keeps the staging alive, and its large file without an end, until it is killed.
+HELD = """
+import os, time
+write = os.pwrite
+def pwrite(number, data, position):
+    if position > 10_000_000:
+        time.sleep(600)
+    return write(number, data, position)
+os.pwrite = pwrite
+"""
+
+
 def test_killed_in_the_middle_it_goes_on_where_it_was(stage, source, tmp_path, repository, folders):
-    # One shard large enough to be caught half-way, one file that is through by then.
-    folders.safetensors(source / "model-00002-of-00002.safetensors", {"c.weight": os.urandom(200_000_000)})
+    folders.safetensors(source / "model-00002-of-00002.safetensors", {"c.weight": os.urandom(20_000_000)})
     folders.manifest(source)
-    command = folders.child(repository, stage.parameters, "module.stagecopy.PIECE_BYTES = 65536")
+    command = folders.child(repository, stage.parameters, HELD)
     part = stage.target / (modelfiles.TEMPORARY_PREFIX + "model-00002-of-00002.safetensors")
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 30
-        while not (part.exists() and part.stat().st_blocks and (stage.target / "config.json").exists()):
-            assert time.monotonic() < deadline
-            assert process.poll() is None, "too fast to be killed in the middle"
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        try:
+            deadline = time.monotonic() + 120
+            while not (part.exists() and part.stat().st_blocks and (stage.target / "config.json").exists()):
+                assert time.monotonic() < deadline
+                assert process.poll() is None
+                time.sleep(0.01)
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
     assert part.exists()
     assert not (stage.target / "model-00002-of-00002.safetensors").exists()
     assert not (stage.target / modelfiles.MARKER_NAME).exists()
@@ -253,7 +309,7 @@ def test_what_a_killed_staging_left_is_not_missed_as_room(stage, monkeypatch):
     left.write_bytes(b"x" * 100_000_000)
 
     def room(_place):
-        return types.SimpleNamespace(f_bavail=1 if left.exists() else 100_000_001, f_frsize=1)
+        return types.SimpleNamespace(f_bavail=1 if left.exists() else 100_000_001, f_frsize=1, f_blocks=200_000_000)
 
     monkeypatch.setattr(stage.module.os, "statvfs", room)
     assert not stage(copy=False).get("failed")

@@ -134,17 +134,23 @@ def test_where_the_machine_is_shared_fewer_threads_work(tmp_path):
 
 def test_a_share_that_falls_while_it_works_is_obeyed_and_nothing_is_left_behind(tmp_path):
     source = Memory({f"f{number}": bytes(40 * SEGMENT) for number in range(4)})
-    seen, shares = [], [4]
+    seen, shares, told = [], [4], threading.Event()
+
+    def share() -> int:
+        if shares[0] == 1:
+            told.set()
+        return shares[0]
 
     def pause() -> None:
         time.sleep(0.0002)
         if len(source.asked) > 20:
             shares[0] = 1
+            assert told.wait(60)
             seen.append(source.now)
 
     source.pause = pause
     work = items(source, tmp_path)
-    copier = stagecopy.Copier(work, 4, share=lambda: shares[0])
+    copier = stagecopy.Copier(work, 4, share=share)
     # Asked twice a second by itself; here at each change.
     copier_wait = stagecopy.WAIT_S
     stagecopy.WAIT_S = 0.005
@@ -203,7 +209,11 @@ def test_progress_is_a_whole_file_at_most_twice_a_second(tmp_path, monkeypatch):
     progress.tell("running", 460)
     # Only the last seconds count: nothing is known of them yet but this one look.
     assert json.loads(path.read_text())["rate_bytes_s"] is None
-    clock[0] = 108.1
+    clock[0] = 109.0
+    progress.tell("running", 100)
+    row = json.loads(path.read_text())
+    assert (row["rate_bytes_s"], row["eta_s"]) == (0, None), "what is copied again takes no negative time"
+    clock[0] = 109.1
     assert progress.tell("failed", 460, "why")
     row = json.loads(path.read_text())
     assert (row["state"], row["message"], row["eta_s"]) == ("failed", "why", None)
