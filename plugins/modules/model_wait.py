@@ -231,9 +231,11 @@ class Staging:
             (about for about in progress.values() if about and about["state"] in ("running", "waiting")), None
         )
         limit = self.params["timeout_s"]
-        late = "it was not done within %d s%s; raise model_store_timeout_s, or look why the source is slow" % (
+        hub = any(name.endswith("@hub") for name in self.params["models"])
+        late = "it was not done within %d s%s; raise model_store_%stimeout_s, or look why the source is slow" % (
             limit,
             far(running),
+            "hub_" if hub else "",
         )
         if result is not None:
             if not result.get("failed"):

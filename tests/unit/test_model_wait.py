@@ -180,6 +180,14 @@ def test_a_staging_that_ran_out_of_time_is_one_line(wait, staging, told: bool) -
     assert lost.endswith("raise model_store_timeout_s, or look why the source is slow")
 
 
+def test_a_download_that_ran_out_of_time_names_its_own_limit(wait, staging) -> None:
+    staging.tell("A@hub", "running", 1.5e9)
+    staging.result({"failed": True, "msg": "Timeout exceeded", "child_pid": 7})
+    lost = wait(["A@hub"], timeout_s=30)["lost"]["A@hub"]
+    assert lost.startswith("it was not done within 30 s")
+    assert "; raise model_store_hub_timeout_s, or look" in lost
+
+
 def test_another_run_s_staging_is_waited_for_by_name(wait, staging, wrapper) -> None:
     with subprocess.Popen(SLEEP, env={**os.environ, "SPECRIG_RUN": "5f0c"}) as other:
         # It is stuck since before this job began.
