@@ -71,6 +71,15 @@ def of(mirror: Any, retries: int = 3, timeout_s: float = 10.0, **about: Any) -> 
     return made
 
 
+def hurried(mirror: Any, retries: int, timeout_s: float) -> HttpSource:
+    """A source that has its listing already, and little patience from then on."""
+    made = of(mirror, retries=retries)
+    made.list()
+    made.client.close()
+    made.client.timeout_s = timeout_s
+    return made
+
+
 def take(source: HttpSource, path: str, offset: int = 0, end: int | None = None, piece: int = 1 << 16) -> bytes:
     reader, view, found = source.open(path, offset, end), memoryview(bytearray(piece)), bytearray()
     try:
@@ -147,8 +156,7 @@ def test_tries_have_a_bound_and_the_line_says_where(mirror, source):
 
 
 def test_a_server_that_stands_still_is_given_up(mirror):
-    slow = of(mirror, retries=1, timeout_s=0.5)
-    slow.list()
+    slow = hurried(mirror, retries=1, timeout_s=0.5)
     mirror.faults["m/model.safetensors"] = [{"stall": 5000}] * 2
     line = refused(lambda: take(slow, "model.safetensors"))
     # What came is kept from one try to the next; on a busy machine nothing may come in time.
@@ -156,8 +164,7 @@ def test_a_server_that_stands_still_is_given_up(mirror):
 
 
 def test_a_server_that_trickles_is_given_up(mirror):
-    slow = of(mirror, retries=0, timeout_s=0.3)
-    slow.list()
+    slow = hurried(mirror, retries=0, timeout_s=1.0)
 
     def trickle(handler: Any, content: bytes, fault: dict[str, Any]) -> None:
         for byte in range(len(content)):

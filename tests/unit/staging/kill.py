@@ -164,9 +164,13 @@ def any_time(seeds: list[int]) -> dict[str, int]:
             # Not a busy loop: the staging has to get on, too.
             stop.wait(0.002)
 
-    started = time.monotonic()
-    os.waitpid(child(), 0)
-    whole = time.monotonic() - started
+    # The shortest of some: one that was held up by others would have the kills come too late.
+    whole = float("inf")
+    for _ in range(3):
+        shutil.rmtree(TARGET, ignore_errors=True)
+        started = time.monotonic()
+        os.waitpid(child(), 0)
+        whole = min(whole, time.monotonic() - started)
     kills = hits = 0
     for seed in seeds:
         dice = random.Random(seed)
