@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -294,3 +295,44 @@ def test_the_guest_s_own_memory_is_staged_again_after_each_restart_and_reboot(tw
     words = lab.guest(f"tr '\\0' ' ' < /proc/{pid}/cmdline").stdout
     assert f"--model-path /dev/shm/models/{MODEL} " in words
     assert f"--speculative-draft-model-path /dev/shm/models/{MODEL} " in words
+
+
+# Runs on the host: stops every process of the guest in the midst of a staging, then ends it as a power cut would.
+CUT = """
+import glob, os, subprocess, sys, time
+model = sys.argv[1]
+init = subprocess.run(["lxc-info", "-n", "gpu", "-p", "-H"], capture_output=True, text=True, check=True).stdout.strip()
+folder = "/proc/%s/root/dev/shm/models/%s" % (init, model)
+deadline = time.time() + 120
+while not glob.glob(folder + "/.specrig-part.*"):
+    assert time.time() < deadline, "no staging began"
+    time.sleep(0.001)
+for path in glob.glob("/sys/fs/cgroup/lxc.payload.gpu*/cgroup.freeze"):
+    with open(path, "w") as handle:
+        handle.write("1")
+time.sleep(0.2)
+print("marker" if os.path.exists(folder + "/.specrig-staged.json") else "midst")
+subprocess.run(["lxc-stop", "-k", "-n", "gpu"], check=True)
+"""
+
+
+def test_a_guest_that_goes_while_it_stages_is_a_line_and_the_next_run_finishes(lab):
+    recover(lab, GUEST)
+    lab.guest("systemctl stop 'specrig-sglang@*'; rm -r /dev/shm/models", check=True)
+    lab.host(f"cat > /root/cut.py <<'END'\n{CUT}\nEND", check=True)
+    cut: list[Any] = []
+    holder = threading.Thread(target=lambda: cut.append(lab.host(f"python3 /root/cut.py {MODEL}")))
+    holder.start()
+    done = lab.play("recover", "-e", json.dumps(GUEST), *TAGS, timeout_s=300)
+    holder.join()
+    assert (cut[0].returncode, cut[0].stdout.strip()) == (0, "midst"), cut[0].stdout + cut[0].stderr
+    assert done.returncode != 0, done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+    assert re.search(r"^failed\s+lab-guest: .*(gpu|guest|unreachable)", done.stdout, re.M), done.stdout[-3000:]
+    assert lab.host("test -e /run/specrig/lock").returncode != 0, done.stdout
+    lab.host("lxc-start -n gpu", check=True)
+    again = recover(lab, GUEST)
+    assert f"staged model {MODEL}" in again
+    sums = f"/srv/specrig/sources/{MODEL}/MANIFEST.sha256"
+    lab.guest(f"cd /dev/shm/models/{MODEL} && sha256sum -c --quiet {sums}", check=True)
+    assert changes(recover(lab, GUEST)) == {"lab-host": 0, "lab-guest": 0}
