@@ -36,7 +36,8 @@ def run(lane: int, part: int, arguments: list[str], log: Path) -> subprocess.Pop
     sys.path.insert(0, str(ROOT / "src"))
     from specrig.ops.lab.state import default_name
 
-    environment = {**os.environ, "SPECRIG_LAB": f"{default_name()}{'ab'[lane]}", "PYTHONUNBUFFERED": "1"}
+    lab = f"{default_name()}{'ab'[lane]}"
+    environment = {**os.environ, "SPECRIG_LAB": lab, "SPECRIG_TEST_BESIDE": "1", "PYTHONUNBUFFERED": "1"}
     cache = ["-o", f"cache_dir=.pytest_cache/{lane}{part}"]
     with log.open("wb") as out:
         return subprocess.Popen(

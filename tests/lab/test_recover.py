@@ -136,7 +136,9 @@ def test_after_a_reboot_one_command_brings_everything_back(served):
 def test_recovering_again_changes_nothing_in_seconds(served):
     before = init(served)
     pids = served.guest(f"systemctl show -p MainPID --value {UNITS}").stdout
-    # At most 8 s on a machine that pings both in a second, warm; where others use it, all of it takes longer alike.
+    # At most 8 s on a machine that pings both in a second, warm; where others use it, all of it takes longer alike. The
+    # whole suite has another lab at work on the same cores, of which a ping, that mostly waits, sees little.
+    limit = 12 if "SPECRIG_TEST_BESIDE" in os.environ else 8
     tries = []
     for _attempt in range(3):
         pinged = ping(served)
@@ -144,9 +146,9 @@ def test_recovering_again_changes_nothing_in_seconds(served):
         assert changed(done.stdout) == {"lab-host": 0, "lab-guest": 0}
         slowness = max(1.0, (pinged + ping(served)) / 2)
         tries.append((last_run(served)[-1]["seconds"], slowness))
-        if tries[-1][0] <= 8 * slowness:
+        if tries[-1][0] <= limit * slowness:
             break
-    assert any(seconds <= 8 * slowness for seconds, slowness in tries), tries
+    assert any(seconds <= limit * slowness for seconds, slowness in tries), tries
     assert init(served) == before
     assert served.guest(f"systemctl show -p MainPID --value {UNITS}").stdout == pids
 
