@@ -69,7 +69,7 @@ class ActionModule(ActionBase):
             steps, secrets = [], []
             facts = None
             if not row.get("reuse"):
-                facts = self._guest(task_vars, install, step="look")["facts"]
+                facts = wheelhouse.ask_guest(self, task_vars, install, step="look")["facts"]
                 if facts["problem"]:
                     raise engines.EngineError(facts["problem"])
                 for step in install["steps"]:
@@ -82,7 +82,8 @@ class ActionModule(ActionBase):
 
     def _build(self, name, engine, row, steps, secrets, sent, target, task_vars):
         install = engine["install"]
-        done = self._guest(
+        done = wheelhouse.ask_guest(
+            self,
             task_vars,
             install,
             step="install",
@@ -139,7 +140,7 @@ class ActionModule(ActionBase):
         """Copies what the guest lacks, going on where an earlier copy was cut off."""
         mine = [row for row in files if not row["bound"]]
         asked = [{key: row[key] for key in ("name", "size", "sha256")} for row in mine]
-        facts = self._guest(task_vars, install, step="look", wheels=asked, store=STORE)["facts"]
+        facts = wheelhouse.ask_guest(self, task_vars, install, step="look", wheels=asked, store=STORE)["facts"]
         missing = [row for row in mine if row["name"] not in facts["have"]]
         self._space(install, kind, files, missing, facts)
         if not missing:
@@ -154,7 +155,7 @@ class ActionModule(ActionBase):
         for _again in range(2):
             for row in missing:
                 self._copy(row, offsets.get(row["name"]) or 0)
-            wrong = self._guest(task_vars, install, step="accept", wheels=asked, store=STORE)["wrong"]
+            wrong = wheelhouse.ask_guest(self, task_vars, install, step="accept", wheels=asked, store=STORE)["wrong"]
             missing, offsets = [row for row in missing if row["name"] in wrong], {}
             if not missing:
                 return
@@ -208,16 +209,6 @@ class ActionModule(ActionBase):
         if done["rc"]:
             said = (done["stderr"] or done["stdout"] or "exit {0}".format(done["rc"])).strip().splitlines()
             raise engines.EngineError("could not {0} in the guest: {1}".format(what, said[-1]))
-
-    def _guest(self, task_vars, install, **args):
-        done = self._execute_module(
-            module_name="specrig.host.engine_venv",
-            module_args=dict(args, path=install["venv"], python=install["python"], python_min=install["python_min"]),
-            task_vars=task_vars,
-        )
-        if done.get("failed"):
-            raise engines.EngineError(done.get("msg") or "the guest gave no answer")
-        return done
 
 
 def _extras(text):

@@ -63,7 +63,7 @@ class ActionModule(ActionBase):
             if row["side"] == "guest" and row["path"]
         ]
         if in_guest:
-            found = self.guest(task_vars, install, step="look", paths=in_guest)["facts"]["hashes"]
+            found = wheelhouse.ask_guest(self, task_vars, install, step="look", paths=in_guest)["facts"]["hashes"]
             for path in in_guest:
                 if found[path] is None:
                     raise engines.EngineError("{0} is not in the guest; correct its path".format(path))
@@ -76,7 +76,7 @@ class ActionModule(ActionBase):
         row = {"needed": bool(why), "why": why, "id": engine_id, "problem": None, "needs": [], "venv": install["venv"]}
         if not why or self._task.check_mode:
             return row
-        facts = self.guest(task_vars, install, step="look", record=record, wheels=files)["facts"]
+        facts = wheelhouse.ask_guest(self, task_vars, install, step="look", record=record, wheels=files)["facts"]
         row["reuse"] = facts["reuse"]
         if facts["reuse"]:
             return row
@@ -121,14 +121,3 @@ class ActionModule(ActionBase):
         if row["kind"] in ("file", "folder"):
             return str(wheelhouse.place(row["path"])) + row["extras"]
         return row["text"]
-
-    def guest(self, task_vars, install, **args):
-        """The module engine_venv in the guest."""
-        found = self._execute_module(
-            module_name="specrig.host.engine_venv",
-            module_args=dict(args, path=install["venv"], python=install["python"], python_min=install["python_min"]),
-            task_vars=task_vars,
-        )
-        if found.get("failed"):
-            raise engines.EngineError(found.get("msg") or "the guest gave no answer")
-        return found

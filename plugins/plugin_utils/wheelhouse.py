@@ -311,3 +311,19 @@ def build(row, step, facts, folder):
             f"{facts['machine']}): install from a folder in the guest (guest:/...) or from a wheel that was made for it"
         )
     return made[0]
+
+
+def ask_guest(action, task_vars, install, **args):
+    """What the module engine_venv answers in the guest, for an action plugin.
+
+    Raises:
+        engines.EngineError: where it failed, with its line.
+    """
+    done = action._execute_module(
+        module_name="specrig.host.engine_venv",
+        module_args=dict(args, path=install["venv"], python=install["python"], python_min=install["python_min"]),
+        task_vars=task_vars,
+    )
+    if done.get("failed"):
+        raise engines.EngineError(done.get("msg") or "the guest gave no answer")
+    return done
