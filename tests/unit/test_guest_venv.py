@@ -618,11 +618,12 @@ class Planned:
         action._task = SimpleNamespace(check_mode=check)
         action._display = SimpleNamespace(display=lambda *words, **more: None)
 
-        def guest(_vars: Any, _install: Any, **asked: Any) -> dict[str, Any]:
-            self.asked.append(asked)
+        def guest(module_name: str, module_args: dict[str, Any], **_more: Any) -> dict[str, Any]:
+            assert module_name == "specrig.host.engine_venv"
+            self.asked.append(module_args)
             return {"facts": self.facts}
 
-        action.guest = guest
+        action._execute_module = guest
         table = self.module.engines.table(installed(**install), {})
         return action._row("default", table["default"], about, self.remembered, None)
 
