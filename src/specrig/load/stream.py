@@ -23,7 +23,7 @@ from typing import cast
 
 import httptools
 
-from specrig.engine.client import check_endpoint
+from specrig.engine.endpoint import check_endpoint
 from specrig.engine.errors import message as error_message
 from specrig.errors import UsageError
 from specrig.load.api import Decoder
