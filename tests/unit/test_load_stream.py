@@ -300,7 +300,8 @@ def test_a_blocked_loop_shows_as_lag() -> None:
 
     lag = drive(once([]), use)
     assert 80 < lag.max_ms < 300
-    assert lag.samples >= 5
+    assert lag.seconds > 0.19
+    assert lag.mean_ms > 25  # half of the time was one delay of 100 ms
 
 
 @pytest.mark.parametrize("url", ["ftp://x", "localhost:30000", "http://", "http://x:99999"])

@@ -7,6 +7,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,9 @@ STREAMED = [
     "count-off",
     "prompt-count-off",
     "accept-over-bound",
+    "usage-final-only",
+    "first-chunk=5",
+    "http-400",
 ]
 """Faults of single requests: the N-th request of the server has the N-th of them."""
 TREE = {"speculative_algorithm": "DDTREE", "speculative_draft_model_path": "/draft", "speculative_ddtree_budget": 15}
@@ -92,7 +96,8 @@ class Faulty:
     def chat(self, name: str, new: int = 40) -> list[tuple[float, bytes]]:
         messages = [{"role": "user", "content": f"Fault {name}?" + " and why" * 1000}]
         body = {"messages": messages, "rid": name, "max_tokens": new, "temperature": 0, "ignore_eos": True}
-        return self.raw(name, "/v1/chat/completions", {**body, "stream_options": {"include_usage": True}})
+        usage = {"include_usage": True, "continuous_usage_stats": name == "usage-final-only"}
+        return self.raw(name, "/v1/chat/completions", {**body, "stream_options": usage})
 
     def whole(self, name: str, new: int = 40) -> httpx.Response:
         self._skip_to(name)
@@ -228,6 +233,16 @@ def test_faults_of_single_requests(faulty: Faulty) -> None:
     meta = faulty.whole("accept-over-bound").json()["meta_info"]
     assert 1 + meta["spec_num_correct_drafts"] / meta["spec_verify_ct"] > 16
 
+    chunks = payloads(faulty.chat("usage-final-only"))
+    assert [bool(chunk.get("usage")) for chunk in chunks[:-1]] == [False] * (len(chunks) - 2) + [True]
+
+    chunks = payloads(faulty.native("first-chunk"))
+    assert chunks[0]["meta_info"]["completion_tokens"] >= 5
+
+    answer = faulty.whole("http-400")
+    assert answer.status_code == 400
+    assert classify(400, answer.content) == "context"
+
 
 def _cut_inside(part: bytes) -> bool:
     """Whether a packet ends inside a character."""
@@ -268,6 +283,18 @@ def test_flush_that_keeps_the_cache_and_diverging_output(tiny: Path) -> None:
             client.flush_cache(2)
             assert client.generate(input_ids=ids, rid="kept")["meta_info"]["cached_tokens"] > 150
         assert sim.truth_of("kept")["diverged_at"] is not None
+
+
+def test_a_hidden_cap_is_told_nowhere(tiny: Path) -> None:
+    with (
+        running_sim(model_path=tiny, sim_time_scale=0.15, sim_fault=["hidden-cap=2"]) as sim,
+        EngineClient(sim.url) as client,
+        ThreadPoolExecutor(3) as pool,
+    ):
+        assert read(client).limits.max_running == 128
+        asked = [pool.submit(client.generate, text=f"{i}", max_new_tokens=64, rid=f"{i}") for i in range(3)]
+        metas = sorted((call.result()["meta_info"] for call in asked), key=lambda meta: meta["queue_time"])
+    assert metas[2]["queue_time"] > 0.5 * min(meta["e2e_latency"] for meta in metas[:2])
 
 
 def test_never_ready(tiny: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import datetime
 import secrets
 import threading
@@ -41,6 +42,9 @@ WARMUP_TOKENS = 32
 WARMUP_SHORT_PROMPT = 256
 POLL_S = 0.25
 FLUSH_S = 30.0
+QUIET_S = 30.0
+AGAIN_S = 2.0
+RETRY_S = 0.1
 
 
 class Sink(Protocol):
@@ -195,6 +199,7 @@ async def run_cell(cell: Cell, context: Context) -> CellRow:
 
     try:
         warmup = await _warm_up(cell, context, prompts[0][0])
+        await _quiet(context)
         if cell.cache == "flush" and not context.stop.is_set():
             await _flush(context)
         await context.client.open(connections(cell) + 1)
@@ -332,7 +337,46 @@ async def _info(context: Context) -> dict[str, Any] | None:
 
 
 async def _flush(context: Context) -> None:
-    await _apart(context, lambda: context.control.flush_cache(FLUSH_S))
+    """Have the prefix cache emptied; a server that calls itself busy is asked again for :data:`AGAIN_S`.
+
+    Raises:
+        EngineError: it would not say that it was emptied; the server's own words.
+    """
+    until = clock() + AGAIN_S
+    while True:
+        try:
+            return await _apart(context, lambda: context.control.flush_cache(FLUSH_S))
+        except EngineError as error:
+            if error.kind == "not-found":
+                raise EngineError(f"{error}; this server cannot flush its cache: use cache unique or shared") from error
+            if error.kind != "busy" or clock() > until:
+                raise
+        await _pause(context.stop, RETRY_S)
+
+
+async def _quiet(context: Context) -> None:
+    """Wait until nothing runs on the server any more, before a cell's clock starts.
+
+    Raises:
+        EngineError: something still ran after :data:`QUIET_S`.
+    """
+    until = clock() + QUIET_S
+    while not context.stop.is_set() and (busy := await _busy(context)) is not None and any(busy):
+        if clock() > until:
+            raise EngineError(
+                f"the server still runs {busy[0]} requests with {busy[1]} waiting after {QUIET_S:g} s, and none of "
+                "them is this cell's; stop what else sends to it, or start it anew"
+            )
+        await _pause(context.stop, RETRY_S)
+
+
+async def _busy(context: Context) -> tuple[int, int] | None:
+    """How many requests run and wait on the server; None where it does not tell."""
+    if not context.sglang:
+        return None
+    status, body = await context.client.request("GET", "/v1/loads", timeout_s=5.0)
+    ranks = _ranks(body) if status == 200 else None
+    return None if ranks is None else (ranks.running, ranks.waiting)
 
 
 async def _warm_up(cell: Cell, context: Context, prompt: Prompt) -> dict[str, Any] | None:
@@ -569,6 +613,30 @@ def _record(
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Ranks:
+    """What ``/v1/loads`` tells, summed over its ranks."""
+
+    running: int
+    waiting: int
+    used_tokens: int
+    gen_throughput: float
+
+
+def _ranks(body: bytes) -> _Ranks | None:
+    """Read an answer of ``/v1/loads``; None where it is none."""
+    try:
+        rows = [row for row in msgspec.json.decode(body).get("loads", []) if isinstance(row, dict)]
+        return _Ranks(
+            running=sum(row["num_running_reqs"] for row in rows),
+            waiting=sum(row.get("num_waiting_reqs") or 0 for row in rows),
+            used_tokens=sum(row.get("num_used_tokens") or 0 for row in rows),
+            gen_throughput=sum(row.get("gen_throughput") or 0.0 for row in rows),
+        ) if rows else None  # fmt: skip
+    except (msgspec.DecodeError, AttributeError, KeyError, TypeError):
+        return None
+
+
 async def _poll(cell: Cell, context: Context, outcome: _Outcome) -> None:
     """Look at the server's own count of running requests while the cell runs."""
     while True:
@@ -579,25 +647,16 @@ async def _poll(cell: Cell, context: Context, outcome: _Outcome) -> None:
             continue
         if status != 200:
             return
-        try:
-            loads = msgspec.json.decode(body)
-            ranks = [rank for rank in loads.get("loads", []) if isinstance(rank, dict)]
-            running = sum(rank["num_running_reqs"] for rank in ranks)
-            waiting = sum(rank.get("num_waiting_reqs") or 0 for rank in ranks)
-        except (msgspec.DecodeError, AttributeError, KeyError, TypeError):
+        ranks = _ranks(body)
+        if ranks is None:
             return
-        if not ranks:
-            return
-        outcome.polls.append((at, running, waiting))
+        outcome.polls.append((at, ranks.running, ranks.waiting))
         context.sink.append_telemetry(
             {
                 "at_s": round(at - context.origin, 6),
                 "cell": cell.id,
                 "launch": context.launch,
-                "running": running,
-                "waiting": waiting,
-                "used_tokens": sum(rank.get("num_used_tokens") or 0 for rank in ranks),
-                "gen_throughput": sum(rank.get("gen_throughput") or 0.0 for rank in ranks),
+                **dataclasses.asdict(ranks),
             }
         )
 

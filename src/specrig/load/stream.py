@@ -282,11 +282,11 @@ class Lag:
     """How late the client's own event loop ran, milliseconds; timers tick in whole milliseconds.
 
     Attributes:
-        mean_ms: the mean.
+        mean_ms: the mean over time, so that a delay counts for as long as it took.
         p50_ms: the median.
         p99_ms: the 99th percentile.
         max_ms: the worst.
-        samples: how many there are.
+        seconds: over how long it was measured.
         cpu: processor seconds used per second, of one core.
     """
 
@@ -294,7 +294,7 @@ class Lag:
     p50_ms: float
     p99_ms: float
     max_ms: float
-    samples: int
+    seconds: float
     cpu: float
 
 
@@ -317,14 +317,19 @@ class _LagMeter:
 
     def stop(self) -> Lag:
         self._handle.cancel()
+        if (over := clock() - self._due) > 0:
+            self._late.append(over)  # a tick that a blocked loop has not come to
         late = sorted(self._late) or [0.0]
         wall = max(clock() - self._begun, 1e-9)
+        # a packet is the likelier to fall into a delay the longer that is: each counts for the time that it took
+        spans = [_LAG_TICK_S + delay for delay in late]
+        mean = sum(delay * span for delay, span in zip(late, spans, strict=True)) / sum(spans)
         return Lag(
-            mean_ms=round(sum(late) / len(late) * 1e3, 3),
+            mean_ms=round(mean * 1e3, 3),
             p50_ms=round(late[len(late) // 2] * 1e3, 3),
             p99_ms=round(late[min(len(late) - 1, int(len(late) * 0.99))] * 1e3, 3),
             max_ms=round(late[-1] * 1e3, 3),
-            samples=len(self._late),
+            seconds=round(wall, 3),
             cpu=round((time.process_time() - self._cpu) / wall, 4),
         )
 

@@ -29,6 +29,8 @@ _encode = msgspec.json.encode
 _OPEN_ROUTES = frozenset(["/health", "/health_generate", "/ready", "/metrics", "/metrics/"])
 _TEXT = "text/plain; charset=utf-8"
 _Route = Callable[[Call, Connection], Coroutine[Any, Any, None]]
+_NO_RUNNING_USAGE = ("usage-missing", "usage-final-only")
+_TOO_LONG = "The input (99999 tokens) is longer than the model's context length (4096 tokens)."
 _HELD_TEXT = 2000
 """Texts longer than this are tokenized off the event loop."""
 
@@ -431,7 +433,7 @@ class Server:
             else:
                 _json(connection, {"error": error}, 400)
             return
-        if self._fails(connection, request):
+        if self._fails(connection, request, native=True):
             return
         stream = Stream(connection, self.config, request.number) if streaming else None
         request.sink = Native(connection, self.config, stream)
@@ -475,7 +477,7 @@ class Server:
             else:
                 _json(connection, openai_error(str(refused), refused.kind, 400), 400)
             return
-        if self._fails(connection, request):
+        if self._fails(connection, request, native=False):
             return
         options = body.get("stream_options") or {}
         stream = Stream(connection, self.config, request.number) if streaming else None
@@ -487,7 +489,7 @@ class Server:
             model=str(body.get("model") or self._model_name()),
             include_usage=bool(options.get("include_usage") or options.get("continuous_usage_stats")),
             continuous=bool(options.get("continuous_usage_stats"))
-            and self.config.faults.get("usage-missing", request.number) is None,
+            and all(self.config.faults.get(name, request.number) is None for name in _NO_RUNNING_USAGE),
             details=bool(body.get("return_spec_tokens_details")),
         )
         request.sink = sink
@@ -582,7 +584,11 @@ class Server:
         )
         return request, verdict.abort
 
-    def _fails(self, connection: Connection, request: Request) -> bool:
+    def _fails(self, connection: Connection, request: Request, *, native: bool) -> bool:
+        if self.config.faults.get("http-400", request.number) is not None:
+            refusal = openai_error(_TOO_LONG, "BadRequestError", 400)
+            _json(connection, {"error": {"message": _TOO_LONG}} if native else refusal, 400)
+            return True
         if self.config.faults.get("http-500", request.number) is not None:
             connection.respond(500, b"Internal Server Error", _TEXT)
             return True

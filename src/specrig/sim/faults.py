@@ -29,6 +29,7 @@ FAULTS: dict[str, Kind] = {
     # streams
     "early-role-chunk": Kind("chat: the role-only chunk leaves on arrival, long before the first token"),
     "usage-missing": Kind("OpenAI routes: no usage, though it was asked for"),
+    "usage-final-only": Kind("OpenAI routes: usage at the end alone, though it was asked for with every chunk"),
     "error-in-stream": Kind("after ARG tokens an error event inside HTTP 200, then [DONE]", 4.0),
     "eof-without-done": Kind("after ARG tokens the stream ends cleanly, with no terminal event", 4.0),
     "reset": Kind("after ARG tokens the connection is reset", 4.0),
@@ -40,7 +41,9 @@ FAULTS: dict[str, Kind] = {
     "pause": Kind("the stream pauses once for ARG s in the middle", 1.0),
     "kv-abort": Kind("after ARG tokens a chunk with finish_reason abort: the KV pool is full", 4.0),
     "coalesce": Kind("ARG verify steps arrive as one chunk", 4.0),
+    "first-chunk": Kind("the first chunk is held until it has ARG tokens", 5.0),
     "hang": Kind("the request is accepted and never answered"),
+    "http-400": Kind("the request is answered with HTTP 400 and the route's own words"),
     "http-500": Kind("the request is answered with HTTP 500 and a text"),
     "http-503": Kind("the request is answered with HTTP 503 and no body"),
     # counts
@@ -55,6 +58,7 @@ FAULTS: dict[str, Kind] = {
     "spec-off": Kind("speculation is silently off: the flags say on, no verify step happens"),
     "spec-on": Kind("a baseline reports verify steps, as with flags left over from another arm"),
     "concurrency-cap": Kind("only ARG requests run at once; max_running_requests says otherwise", 1.0),
+    "hidden-cap": Kind("only ARG requests run at once, and no report of the server's says so", 1.0),
     "flush-refused": Kind("flush_cache always answers 400"),
     "flush-kept": Kind("flush_cache answers 200 and keeps the cache"),
     "stale-server": Kind("the server answers for another model, ARG", "stale-model"),

@@ -245,7 +245,9 @@ class Scheduler:
 
     def _admit(self) -> None:
         config = self.config
-        while self.waiting and len(self.prefilling) + len(self.running) < config.effective_running:
+        hidden = config.faults.get("hidden-cap")
+        room = config.effective_running if hidden is None else min(config.effective_running, max(1, int(hidden.number)))
+        while self.waiting and len(self.prefilling) + len(self.running) < room:
             request = self.waiting[0]
             reserved = sum(len(one.ids) + one.new_tokens for one in [*self.prefilling, *self.running])
             if reserved + len(request.ids) + request.new_tokens > config.kv_tokens:
@@ -399,6 +401,9 @@ class Scheduler:
         request.held += ids
         request.held_steps += 1
         coalesce = self.config.faults.get("coalesce", request.number)
+        opening = self.config.faults.get("first-chunk", request.number)
+        if finish is None and opening is not None and not request.sent and len(request.held) < opening.number:
+            return
         if finish is None and start > 0:
             interval = int(self.config.args.get("stream_interval") or 1)
             if len(request.held) < interval or (coalesce is not None and request.held_steps < coalesce.number):
