@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
 
@@ -80,12 +81,30 @@ def header_length(name, start, size):
     return length
 
 
+_DTYPES = {
+    4: "F4",
+    6: "F6_E2M3 F6_E3M2",
+    8: "BOOL U8 I8 F8_E4M3 F8_E5M2 F8_E8M0",
+    16: "U16 I16 F16 BF16",
+    32: "U32 I32 F32",
+    64: "U64 I64 F64 C64",
+}
+_BITS = {name: bits for bits, names in _DTYPES.items() for name in names.split()}
+
+
+def _tensor_bytes(tensor):
+    """What a tensor's type and shape need, in bytes; None for a type that is not known here."""
+    bits = _BITS.get(tensor["dtype"])
+    return None if bits is None else -(-bits * math.prod(int(extent) for extent in tensor["shape"]) // 8)
+
+
 def parse_header(name, header, size):
     """The tensors' names of one safetensors file, whose header must account for every byte of the file."""
     try:
         tensors = dict(json.loads(header.decode("utf-8")))
         tensors.pop("__metadata__", None)
         ranges = sorted((int(t["data_offsets"][0]), int(t["data_offsets"][1]), key) for key, t in tensors.items())
+        needs = {key: _tensor_bytes(tensor) for key, tensor in tensors.items()}
     except (ValueError, KeyError, TypeError, IndexError) as problem:
         reason = " ".join(str(problem).split())[:100]
         raise ModelError("%s has no readable safetensors header (%s); copy it again" % (name, reason)) from None
@@ -94,6 +113,12 @@ def parse_header(name, header, size):
         if begin != end or stop < begin:
             raise ModelError(
                 "%s: tensor %s lies at %d-%d where %d was due; copy it again" % (name, key, begin, stop, end)
+            )
+        if needs[key] not in (None, stop - begin):
+            shape = "x".join(str(extent) for extent in tensors[key]["shape"])
+            raise ModelError(
+                "%s: tensor %s has %d bytes and %s of shape %s needs %d; copy it again"
+                % (name, key, stop - begin, tensors[key]["dtype"], shape or "()", needs[key])
             )
         end = stop
     expected = 8 + len(header) + end

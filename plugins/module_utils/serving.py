@@ -56,7 +56,8 @@ _OWNED_DIRECTIVES = frozenset(
     ]
 )
 _LISTEN = ("127.0.0.1", "0.0.0.0")
-_SECRET_ARGUMENTS = frozenset(["--api-key", "--admin-api-key", "--ssl-keyfile-password"])
+# Options that hold a secret, with the shortest beginning that the engine's argument parser may take for one.
+_SECRET_ARGUMENTS = {"--api-key": "--api", "--admin-api-key": "--adm", "--ssl-keyfile-password": "--ssl-keyfile-"}
 
 DEFAULT_UNIT = {
     "user": "specrig",
@@ -294,6 +295,14 @@ def memory_policy_reason(plan):
     return "whether the kernel accepts it could not be told"
 
 
+def secret_option(word):
+    """The option with a secret that a word means, also where it is abbreviated; None for any other."""
+    for option, shortest in _SECRET_ARGUMENTS.items():
+        if word.startswith(shortest) and option.startswith(word):
+            return option
+    return None
+
+
 def split_secrets(argv):
     """An engine's arguments without the secret ones, and those by option (without dashes).
 
@@ -306,14 +315,15 @@ def split_secrets(argv):
     secrets = {}
     words = iter(argv)
     for word in words:
-        option, equals, value = word.partition("=")
-        if option not in _SECRET_ARGUMENTS:
+        given, equals, value = word.partition("=")
+        option = secret_option(given)
+        if option is None:
             kept.append(word)
             continue
         if not equals:
             value = next(words, None)
         if not value:
-            raise ServingError("{0} has no value; expected {0} VALUE in extra_args".format(option))
+            raise ServingError("{0} has no value; expected {0} VALUE in extra_args".format(given))
         secrets[option[2:]] = value
     return kept, secrets
 
@@ -520,9 +530,9 @@ def mask_argv(argv):
     shown = []
     for index, word in enumerate(argv):
         option, equals, value = word.partition("=")
-        if index and argv[index - 1] in _SECRET_ARGUMENTS:
+        if index and secret_option(argv[index - 1]):
             shown.append(mask(word))
-        elif equals and option in _SECRET_ARGUMENTS:
+        elif equals and secret_option(option):
             shown.append(option + "=" + mask(value))
         else:
             shown.append(word)

@@ -326,7 +326,10 @@ def check_started(url, api_key):
 def check_model(target, url, api_key):
     status, body = call(url + "/v1/models", api_key)
     if status in (401, 403):
-        raise Wrong("{0}/v1/models answers {1}: set sglang_server_api_key".format(url, status))
+        raise Wrong(
+            "{0}/v1/models answers {1}: it asks for another key than sglang_server_api_key, which the checks send; set "
+            "that one, and leave --api-key out of the profile's extra_args".format(url, status)
+        )
     if status != 200:
         raise NotYet("/v1/models answers {0}".format(status))
     try:

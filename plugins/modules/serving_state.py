@@ -206,13 +206,15 @@ def write(path, text, mode, group):
 
 
 def systemctl(module, *words, needed=True):
+    unit = module.params["settings"].get("unit") or {}
+    stop_s = int(unit.get("stop_timeout_s", serving.DEFAULT_UNIT["stop_timeout_s"]))
     try:
         done = subprocess.run(
             ["systemctl", *list(words)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             check=False,
-            timeout=300,
+            timeout=240 + stop_s,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         module.fail_json(msg="systemctl {0}: {1}".format(" ".join(words), error))

@@ -114,6 +114,23 @@ def test_a_reboot_and_waiting_bring_everything_back(own: Any) -> None:
     assert init(own) == guest
 
 
+def test_a_recovery_that_fails_is_tried_again_and_one_that_cannot_work_is_not(own: Any) -> None:
+    folder = "/run/systemd/system/specrig-recover.service.d"
+    for code, ends in ((1, ["exited", "success"]), (2, ["failed", "exit-code"])):
+        line = f"test -e /run/specrig-tried || {{ touch /run/specrig-tried; exit {code}; }}"
+        dropin = f'[Service]\nRestartSec=100ms\nExecStart=\nExecStart=/bin/sh -c "{line}"\n'
+        try:
+            own.host(f"mkdir -p {folder} && printf %s {shlex.quote(dropin)} > {folder}/zz-test.conf", check=True)
+            own.host("systemctl daemon-reload && systemctl restart specrig-recover", check=True)
+            deadline = time.monotonic() + 30
+            while (state := shown(own, "specrig-recover", "SubState", "Result")) != ends:
+                assert time.monotonic() < deadline, f"exit code {code}: still {state}"
+                time.sleep(0.2)
+        finally:
+            own.host(f"rm -rf {folder} /run/specrig-tried; systemctl daemon-reload; systemctl stop specrig-recover")
+            own.host("systemctl reset-failed specrig-recover")
+
+
 def test_the_host_is_captured_for_a_bug_report_that_names_no_card(own: Any) -> None:
     specrig = "/opt/specrig/controller/bin/specrig"
     uuids = own.host("nvidia-smi --query-gpu=uuid --format=csv,noheader", check=True).stdout.split()

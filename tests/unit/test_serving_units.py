@@ -342,6 +342,14 @@ def test_a_secret_argument_goes_into_a_file_and_not_onto_the_command_line():
 
 
 def test_the_role_s_key_is_the_server_s_unless_the_profile_has_its_own():
+    short = planned(
+        {"extra_args": ["--api-k", "hunter2", "--ssl-keyfile-pass=hunter3", "--ssl-keyfile", "/etc/key.pem"]}
+    )
+    assert short["secrets"] == {"api-key": "hunter2", "ssl-keyfile-password": "hunter3"}
+    assert short["argv"][-2:] == ["--ssl-keyfile", "/etc/key.pem"]
+    shown = serving.mask_argv(["sglang", "--api", "hunter2", "--adm=hunter3", "--ssl-keyfile", "/etc/key.pem"])
+    assert "hunter" not in " ".join(shown)
+    assert shown[-1] == "/etc/key.pem"
     assert planned(settings={"api_key": "role"})["secrets"] == {"api-key": "role"}
     assert planned({"extra_args": ["--api-key", "own"]}, settings={"api_key": "role"})["secrets"] == {"api-key": "own"}
     assert planned()["secrets"] == {}

@@ -352,3 +352,34 @@ def test_everything_that_runs_on_a_host_is_python_3_8(repository):
     for folder in ("modules", "module_utils"):
         for path in sorted((repository / "plugins" / folder).glob("*.py")):
             ast.parse(path.read_text(), filename=str(path), feature_version=(3, 8))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "size"),
+    [
+        ("BF16", [3, 5], 30),
+        ("F8_E4M3", [7], 7),
+        ("F4", [3, 3], 5),
+        ("I64", [], 8),
+        ("F32", [4, 0], 0),
+        ("NEWER", [2], 9),
+    ],
+)
+def test_a_header_whose_types_and_shapes_fit_their_bytes(dtype, shape, size):
+    header = json.dumps({"w": {"dtype": dtype, "shape": shape, "data_offsets": [0, size]}}).encode()
+    assert modelfiles.parse_header("a.safetensors", header, 8 + len(header) + size) == {"w"}
+
+
+@pytest.mark.parametrize(
+    ("tensor", "line"),
+    [
+        ({"dtype": "BF16", "shape": [3, 5]}, "tensor w has 29 bytes and BF16 of shape 3x5 needs 30; copy it again"),
+        ({"dtype": "F32", "shape": []}, r"tensor w has 29 bytes and F32 of shape \(\) needs 4"),
+        ({"shape": [29]}, "no readable safetensors header"),
+        ({"dtype": "U8"}, "no readable safetensors header"),
+    ],
+)
+def test_a_header_whose_types_and_shapes_do_not_fit_is_refused(tensor, line):
+    header = json.dumps({"w": {**tensor, "data_offsets": [0, 29]}}).encode()
+    with pytest.raises(modelfiles.ModelError, match=line):
+        modelfiles.parse_header("a.safetensors", header, 8 + len(header) + 29)
