@@ -22,10 +22,11 @@ import msgspec
 from specrig.engine.errors import EngineError
 from specrig.errors import SpecrigError
 from specrig.load import checks as rules
-from specrig.load.api import API_PATHS, Ask, Decoder, make_decoder, request_body
+from specrig.load.api import API_PATHS, Ask, make_decoder, request_body
 from specrig.load.arrivals import densest_rate, due_times
 from specrig.load.metrics import decode_rate, first_eos, read_at
-from specrig.load.stream import Exchange, Lag, StreamClient, Timeouts, clock
+from specrig.load.slots import Done, Item, Plan, drive, pause
+from specrig.load.stream import Lag, StreamClient, Timeouts, clock
 from specrig.load.windows import Steady, Stream, arrivals_window, peak_rate, steady
 from specrig.model.cell import Cell
 from specrig.model.record import CellRow, Check, ChunkTrace, Request, Window
@@ -103,14 +104,11 @@ class Context:
     on_request: Callable[[Request], None] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    index: int
+@dataclass(kw_only=True)
+class _Job(Item):
     prompt_id: str
     prompt_tokens: int
     output_tokens: int
-    payload: bytes
-    rid: str
     session: int | None
     turn: int | None
 
@@ -351,7 +349,7 @@ async def _flush(context: Context) -> None:
                 raise EngineError(f"{error}; this server cannot flush its cache: use cache unique or shared") from error
             if error.kind != "busy" or clock() > until:
                 raise
-        await _pause(context.stop, RETRY_S)
+        await pause(context.stop, RETRY_S)
 
 
 async def _quiet(context: Context) -> None:
@@ -367,7 +365,7 @@ async def _quiet(context: Context) -> None:
                 f"the server still runs {busy[0]} requests with {busy[1]} waiting after {QUIET_S:g} s, and none of "
                 "them is this cell's; stop what else sends to it, or start it anew"
             )
-        await _pause(context.stop, RETRY_S)
+        await pause(context.stop, RETRY_S)
 
 
 async def _busy(context: Context) -> tuple[int, int] | None:
@@ -435,66 +433,30 @@ async def _load(
     tp: int | None,
 ) -> None:
     """Make every request of the cell, in closed or open loop."""
-
-    async def one(job: _Job, due: float, tool_s: float | None = None) -> None:
-        decoder = make_decoder(cell.api, context.tokenizer.count)
-        exchange = await context.client.exchange(job.payload, decoder, context.timeouts)
-        if context.sglang and exchange.error in ("first_token_timeout", "idle_timeout", "request_timeout", "aborted"):
-            body = msgspec.json.encode({"rid": job.rid})
-            await context.client.request("POST", "/abort_request", body, timeout_s=2.0)
-        _keep(cell, context, outcome, job, exchange, decoder, due, tool_s, method, tp)
-
-    def over() -> bool:
-        return context.stop.is_set() or outcome.gave_up
-
-    due = due_times(cell, trace)
-    if due is None:
-        waiting = iter(jobs)
-
-        async def worker(number: int) -> None:
-            if number and cell.ramp_s and not await _pause(context.stop, number * cell.ramp_s / workers):
-                return
-            for session in waiting:
-                for number, job in enumerate(session):
-                    if over():
-                        return
-                    tool_s = cell.tool_s if cell.turns and number else None
-                    if tool_s:
-                        await _pause(context.stop, tool_s)
-                    await one(job, clock(), tool_s)
-
-        workers = min(cell.concurrency or 1, len(jobs))
-        async with asyncio.TaskGroup() as group:
-            for number in range(workers):
-                group.create_task(worker(number))
-        return
-
-    gate = asyncio.Semaphore(cell.concurrency) if cell.concurrency else None
-
-    async def gated(job: _Job, moment: float) -> None:
-        if gate is None:
-            await one(job, moment)
-        else:
-            async with gate:
-                if not over():
-                    await one(job, moment)
-
-    origin = clock() + 0.05
-    async with asyncio.TaskGroup() as group:
-        for offset, session in zip(due, jobs, strict=True):
-            moment = origin + offset
-            while not over() and (left := moment - clock()) > 0:
-                await asyncio.sleep(min(left, 0.25))
-            if over():
-                return
-            group.create_task(gated(session[0], moment))
-
-
-async def _pause(stop: asyncio.Event, seconds: float) -> bool:
-    """Wait; False where the cell was stopped meanwhile."""
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(stop.wait(), seconds)
-    return not stop.is_set()
+    by_index = {job.index: job for session in jobs for job in session}
+    slots = min(cell.concurrency or 1, len(jobs)) if cell.arrival == "closed" else cell.concurrency
+    plan = Plan(
+        api=cell.api,
+        abort_path="/abort_request" if context.sglang else None,
+        timeouts=context.timeouts,
+        slots=slots,
+        due=due_times(cell, trace),
+        ramp_s=cell.ramp_s,
+        tool_s=cell.tool_s if cell.turns else None,
+    )
+    numbers = iter(range(len(jobs)))
+    await drive(
+        plan,
+        jobs,
+        context.client,
+        plan.origin(),
+        range(slots or 0),
+        lambda: next(numbers, None),
+        lambda done: _keep(cell, context, outcome, by_index[done.index], done, method, tp),
+        context.stop,
+        lambda: context.stop.is_set() or outcome.gave_up,
+        context.tokenizer.count,
+    )
 
 
 def _keep(
@@ -502,21 +464,21 @@ def _keep(
     context: Context,
     outcome: _Outcome,
     job: _Job,
-    exchange: Exchange,
-    decoder: Decoder,
-    due: float,
-    tool_s: float | None,
+    done: Done,
     method: str | None,
     tp: int | None,
 ) -> None:
-    record = _record(cell, context, job, exchange, decoder, due, tool_s, method, tp)
+    decoder = done.decoder
+    record = _record(cell, context, job, done, method, tp)
     outcome.records.append(record)
     if decoder.t:
         t = [round(moment - context.origin, 6) for moment in decoder.t]
         context.sink.append_chunks(ChunkTrace(cell=cell.id, launch=context.launch, index=job.index, t=t, k=decoder.k))
         if record.ok:
+            assert done.sent is not None
+            assert done.due is not None
             outcome.streams.append(
-                Stream(sent=exchange.sent, due=due, t=decoder.t, k=decoder.k, queue_s=decoder.queue_s)
+                Stream(sent=done.sent, due=done.due, t=decoder.t, k=decoder.k, queue_s=decoder.queue_s)
             )
     context.sink.append_request(record)
     outcome.in_row = 0 if record.ok else outcome.in_row + 1
@@ -530,17 +492,15 @@ def _record(
     cell: Cell,
     context: Context,
     job: _Job,
-    exchange: Exchange,
-    decoder: Decoder,
-    due: float,
-    tool_s: float | None,
+    done: Done,
     method: str | None,
     tp: int | None,
 ) -> Request:
     """Turn one exchange into its record; ``ok`` is true where it ended as it should, with the length asked for."""
+    decoder, sent = done.decoder, done.sent
     t, k = decoder.t, decoder.k
     tokens = decoder.output_tokens
-    error, words = exchange.error, exchange.message
+    error, words = done.error, done.message
     reason = decoder.finish_reason
     asked = job.output_tokens
     if error is None and cell.stop == "length" and decoder.token_source != "tokenizer" and tokens != asked:
@@ -554,10 +514,13 @@ def _record(
     def at(moment: float | None) -> float | None:
         return None if moment is None else round(moment - context.origin, 6)
 
+    def since(moment: float | None) -> float | None:
+        return None if moment is None or sent is None else round(moment - sent, 6)
+
     rate = decode_rate(t, k)
     reads = {}
     for length in (length for length in cell.read_at if length <= asked):
-        read = read_at(t, k, exchange.sent, length, decoder.verify_steps, decoder.correct_drafts)
+        read = None if sent is None else read_at(t, k, sent, length, decoder.verify_steps, decoder.correct_drafts)
         if read is not None:
             reads[str(length)] = msgspec.structs.replace(read, finished_s=at(read.finished_s))
     answer_t = decoder.first_answer_t
@@ -575,22 +538,22 @@ def _record(
         index=job.index,
         ok=error is None,
         error=error,
-        status=exchange.status,
+        status=done.status,
         finish_reason=reason,
         prompt_tokens=decoder.prompt_tokens,
         prompt_tokens_asked=job.prompt_tokens,
-        output_tokens=tokens if exchange.status == 200 else None,
+        output_tokens=tokens if done.status == 200 else None,
         output_tokens_asked=asked,
         token_source=decoder.token_source if t else None,
         trace_source=decoder.trace_source if t else None,
-        scheduled_s=at(due),
-        sent_s=at(exchange.sent),
+        scheduled_s=at(done.due),
+        sent_s=at(sent),
         first_s=at(t[0]) if t else None,
         finished_s=at(t[-1]) if t else None,
         first_chunk_tokens=k[0] if k else None,
-        ttft_s=round(t[0] - exchange.sent, 6) if t else None,
-        ttfa_s=round(answer_t - exchange.sent, 6) if answer_t is not None else None,
-        e2e_s=round(t[-1] - exchange.sent, 6) if t else None,
+        ttft_s=since(t[0]) if t else None,
+        ttfa_s=since(answer_t),
+        e2e_s=since(t[-1]) if t else None,
         decode_tokens_per_s=rate,
         tpot_s=1 / rate if rate else None,
         itl_mean_s=1 / rate if rate else None,
@@ -603,7 +566,7 @@ def _record(
         rid=job.rid,
         session=job.session,
         turn=job.turn,
-        tool_s=tool_s,
+        tool_s=done.tool_s,
         reads=reads,
         output_ids=decoder.output_ids or None,
         text=decoder.text if context.keep_text else None,

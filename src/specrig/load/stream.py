@@ -18,6 +18,7 @@ import os
 import ssl
 import time
 import urllib.parse
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -86,7 +87,7 @@ class Exchange:
         "timeouts",
     )
 
-    def __init__(self, payload: bytes, decoder: Decoder | None, timeouts: Timeouts) -> None:
+    def __init__(self, payload: bytes | memoryview, decoder: Decoder | None, timeouts: Timeouts) -> None:
         """Prepare a request; nothing is sent yet."""
         self.payload = payload
         self.decoder = decoder
@@ -297,6 +298,29 @@ class Lag:
     seconds: float
     cpu: float
 
+    @classmethod
+    def of(cls, late_s: Sequence[float], seconds: float, cpu: float) -> Lag:
+        """Sum up samples, of one loop or of several that shared the work.
+
+        A packet is the likelier to fall into a delay the longer that is: in the mean each counts for the time it took.
+
+        Args:
+            late_s: how late each timer fired, seconds.
+            seconds: how long the samples were taken.
+            cpu: of the busiest process.
+        """
+        late = sorted(late_s) or [0.0]
+        spans = [_LAG_TICK_S + delay for delay in late]
+        mean = sum(delay * span for delay, span in zip(late, spans, strict=True)) / sum(spans)
+        return cls(
+            mean_ms=round(mean * 1e3, 3),
+            p50_ms=round(late[len(late) // 2] * 1e3, 3),
+            p99_ms=round(late[min(len(late) - 1, int(len(late) * 0.99))] * 1e3, 3),
+            max_ms=round(late[-1] * 1e3, 3),
+            seconds=round(seconds, 3),
+            cpu=round(cpu, 4),
+        )
+
 
 class _LagMeter:
     """Samples how late a timer fires, and the process's CPU time."""
@@ -315,23 +339,12 @@ class _LagMeter:
         self._due = now + _LAG_TICK_S
         self._handle = self._loop.call_later(_LAG_TICK_S, self._tick)
 
-    def stop(self) -> Lag:
+    def stop(self) -> tuple[list[float], float, float]:
         self._handle.cancel()
         if (over := clock() - self._due) > 0:
             self._late.append(over)  # a tick that a blocked loop has not come to
-        late = sorted(self._late) or [0.0]
         wall = max(clock() - self._begun, 1e-9)
-        # a packet is the likelier to fall into a delay the longer that is: each counts for the time that it took
-        spans = [_LAG_TICK_S + delay for delay in late]
-        mean = sum(delay * span for delay, span in zip(late, spans, strict=True)) / sum(spans)
-        return Lag(
-            mean_ms=round(mean * 1e3, 3),
-            p50_ms=round(late[len(late) // 2] * 1e3, 3),
-            p99_ms=round(late[min(len(late) - 1, int(len(late) * 0.99))] * 1e3, 3),
-            max_ms=round(late[-1] * 1e3, 3),
-            seconds=round(wall, 3),
-            cpu=round((time.process_time() - self._cpu) / wall, 4),
-        )
+        return self._late, wall, (time.process_time() - self._cpu) / wall
 
 
 class StreamClient:
@@ -438,7 +451,7 @@ class StreamClient:
 
     # -- exchanges ----------------------------------------------------------------------------------------------
 
-    async def exchange(self, payload: bytes, decoder: Decoder | None, timeouts: Timeouts) -> Exchange:
+    async def exchange(self, payload: bytes | memoryview, decoder: Decoder | None, timeouts: Timeouts) -> Exchange:
         """Send one request and take its answer.
 
         Args:
@@ -570,6 +583,14 @@ class StreamClient:
 
         Returns:
             What was seen since :meth:`start_lag`.
+        """
+        return Lag.of(*self.stop_lag_samples())
+
+    def stop_lag_samples(self) -> tuple[list[float], float, float]:
+        """Stop measuring it.
+
+        Returns:
+            What :meth:`Lag.of` takes.
         """
         assert self._meter is not None
         meter, self._meter = self._meter, None
