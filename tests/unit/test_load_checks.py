@@ -206,6 +206,18 @@ def test_open_loop_requests_must_leave_when_due() -> None:
     assert checks.arrivals_kept(late, 1.0).ok is True  # a tenth of a second's gap
 
 
+def test_a_wait_for_the_cap_is_not_the_clients_lateness() -> None:
+    first = request(scheduled_s=0.0, sent_s=0.0, finished_s=1.0)
+    waited = request(scheduled_s=0.5, sent_s=1.005, finished_s=2.0)
+    assert checks.arrivals_kept([first, waited], 2.0).ok is False
+    assert checks.arrivals_kept([first, waited], 100.0, cap=1).ok is True
+    # the second place was free: nothing to wait for
+    assert checks.arrivals_kept([first, waited], 100.0, cap=2).ok is False
+    slow = request(scheduled_s=0.5, sent_s=1.2, finished_s=2.0)  # 0.2 s after the place was free
+    row = checks.arrivals_kept([first, slow], 100.0, cap=1)
+    assert (row.ok, row.seen) == (False, "p99 200.0 ms late")
+
+
 def test_the_verdict_is_one_line_with_seen_and_expected() -> None:
     rows = [
         *checks.record_checks(cell(), [request(prompt_tokens=109)], "dflash", 16),

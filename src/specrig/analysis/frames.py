@@ -64,6 +64,7 @@ class CellInfo:
     requests: int | None = None
     cache: str | None = None
     stop: str | None = None
+    arrival: str | None = None
 
 
 @dataclass(frozen=True)
@@ -374,7 +375,9 @@ def _cells(manifest: Row, parts: list[Row], requests: list[Row]) -> dict[str, Ce
             continue
         cell = _text(raw.get("id")) or _text(raw.get("cell"))
         if cell is not None:
-            texts = {name: _text(raw.get(name)) for name in ("workload", "profile", "prompts", "cache", "stop")}
+            texts = {
+                name: _text(raw.get(name)) for name in ("workload", "profile", "prompts", "cache", "stop", "arrival")
+            }
             numbers = {
                 name: _integer(raw.get(name))
                 for name in ("tp", "prompt_tokens", "output_tokens", "concurrency", "requests")

@@ -171,6 +171,7 @@ def _cells(run: RunData, valid: Mapping[Part, PartValidity], samples: Samples) -
                 "reason": reason,
                 "state": "skipped" if not ran else ("valid" if good else "invalid"),
                 **{name: getattr(info, name) for name in ("workload", "profile", "tp", "prompts", "cache", "rate")},
+                "arrival": info.arrival,
                 "method": arm[cell],
                 "prompt_tokens": info.prompt_tokens,
                 "output_tokens": info.output_tokens,
@@ -213,8 +214,11 @@ def _metrics(run: RunData, cell: str, rows: list[Sample], raws: list[Row], kept:
     decode = _dist(distribution(rates))
     if decode is not None and pooled:
         decode["pooled"] = math.fsum(t for t, _ in pooled) / math.fsum(s for _, s in pooled)
+    opened = run.cells[cell].arrival not in (None, "closed")
+    waits = [r["first_s"] - r["scheduled_s"] for r in raws] if opened else []
     return {
         "decode_tokens_per_s": decode,
+        "scheduled_ttft_s": _dist(distribution(_known(waits))),
         "ttft_s": _dist(distribution(_known(r["ttft_s"] for r in raws))),
         "e2e_s": _dist(distribution(row.e2e_s for row in rows if row.e2e_s is not None)),
         "itl_s": _dist(weighted(gaps, "tokens")),

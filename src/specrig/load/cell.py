@@ -657,7 +657,8 @@ def _judge(
             checks.append(reached)
         checks.append(rules.client_kept_up(lag, good))
         if cell.arrival != "closed":
-            checks.append(rules.arrivals_kept(good, densest_rate(cell, [stream.due for stream in outcome.streams])))
+            densest = densest_rate(cell, [stream.due for stream in outcome.streams])
+            checks.append(rules.arrivals_kept(good, densest, cell.concurrency))
     why = rules.verdict(checks)
     if context.stop.is_set() and len(records) - sum(r.error == "aborted" for r in records) < planned:
         state, why = "aborted", f"interrupted after {len(good)} of {planned} requests"

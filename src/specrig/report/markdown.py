@@ -57,6 +57,14 @@ def markdown(summary: dict[str, Any]) -> str:
             for row in shown["agentic"]
         ]
         out += [*_table(head, rows, right=range(4, len(head))), ""]
+    if shown["open_loops"]:
+        out += ["## Open loops", "", "TTFT from when a request was due (scheduled), and from when it was sent.", ""]
+        rows = [
+            [row["name"], row["load"], *(row["figures"][name] for name in shown["open_loop_columns"])]
+            for row in shown["open_loops"]
+        ]
+        head = ["cell", "load", *shown["open_loop_columns"]]
+        out += [*_table(head, rows, right=range(2, len(head))), ""]
     if shown["invalid"]:
         out += ["## Invalid", "", *(f"- {_plain(r['name'])}: {_plain(r['reason'])}" for r in shown["invalid"]), ""]
     if shown["skipped"]:

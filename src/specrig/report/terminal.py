@@ -71,6 +71,13 @@ def screen(summary: dict[str, Any]) -> str:
             for row in shown["agentic"]
         ]
         out += columns(["", "", "", ""], rows)
+    if shown["open_loops"]:
+        out += ["", "open loops: TTFT from when a request was due (scheduled), and from when it was sent"]
+        rows = [
+            [f"  {row['name']} · {row['load']}", *(row["figures"][name] for name in shown["open_loop_columns"])]
+            for row in shown["open_loops"]
+        ]
+        out += columns(["", *(name.replace("scheduled TTFT", "sched.") for name in shown["open_loop_columns"])], rows)
     for name, title in (("invalid", "invalid"), ("skipped", "skipped")):
         items = shown[name]
         if items:

@@ -9,6 +9,11 @@ from specrig.report import text
 
 Row = dict[str, Any]
 
+OPEN_LOOP_COLUMNS = (
+    *("scheduled TTFT mean, ms", "scheduled TTFT p50, ms", "scheduled TTFT p99, ms"),
+    *("TTFT mean, ms", "throughput, tokens/s"),
+)
+"""The figures of an open loop, the time that a user waits first."""
 VERDICTS = {
     "faster": "the interval lies above the margin",
     "slower": "the interval lies below the margin",
@@ -41,6 +46,12 @@ def view(summary: Row) -> Row:
         "agentic": [_agentic(row) for row in sorted(summary["agentic"], key=_agentic_order)],
         "decomposition": _decomposition(summary, agentic_workloads),
         "cells": cells,
+        "open_loops": [
+            {"name": f"{cell['workload']} {cell['method']}", **cell}
+            for cell in cells
+            if cell["figures"]["scheduled TTFT mean, ms"] != text.UNKNOWN
+        ],
+        "open_loop_columns": OPEN_LOOP_COLUMNS,
         "columns": [name for name in names if any(cell["figures"][name] != text.UNKNOWN for cell in cells)],
         "invalid": [_invalid(row) for row in summary["cells"] if row["state"] != "skipped" and row["reason"]],
         "skipped": [_skipped(row) for row in summary["skipped"]],
@@ -354,7 +365,7 @@ def _cell_order(row: Row) -> tuple[Any, ...]:
 
 def _cell(row: Row) -> Row:
     ttft, decode, accepted = row["ttft_s"] or {}, row["decode_tokens_per_s"] or {}, row["acceptance"] or {}
-    itl = row["itl_s"] or {}
+    itl, scheduled = row["itl_s"] or {}, row["scheduled_ttft_s"] or {}
     unknown = sorted({rule for part in row["launches"] for rule in part["unknown"] if part["valid"]})
     return {
         "cell": row["cell"],
@@ -368,6 +379,9 @@ def _cell(row: Row) -> Row:
         "requests": f"{row['ok']}/{row['requests']}",
         "figures": {
             "decode, tokens/s": text.rate(decode.get("mean")),
+            "scheduled TTFT mean, ms": text.milliseconds(scheduled.get("mean")),
+            "scheduled TTFT p50, ms": text.milliseconds(scheduled.get("p50")),
+            "scheduled TTFT p99, ms": text.milliseconds(scheduled.get("p99")),
             "TTFT mean, ms": text.milliseconds(ttft.get("mean")),
             "TTFT p50, ms": text.milliseconds(ttft.get("p50")),
             "TTFT p99, ms": text.milliseconds(ttft.get("p99")),

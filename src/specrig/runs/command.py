@@ -18,6 +18,7 @@ import msgspec
 from specrig.engine.client import EngineClient
 from specrig.engine.errors import EngineError
 from specrig.errors import GateError, SpecrigError, UsageError
+from specrig.load.metrics import median
 from specrig.load.stream import Timeouts
 from specrig.model.cell import Cell, expand, select
 from specrig.model.record import CellRow, Request
@@ -273,6 +274,9 @@ class _Show:
         self._good = 0
         self._bad = 0
         self._tokens = 0
+        self._open = False
+        self._ttfts: list[float] = []
+        self._waits: list[float] = []
         self._pace = Pacer(cells)
         self._rate: float | None = None
         self.progress = Progress(
@@ -288,6 +292,9 @@ class _Show:
         self._head = f"[{number}/{total}] {cell.title}"
         self._total = cell.total_requests
         self._good = self._bad = self._tokens = 0
+        self._open = cell.arrival != "closed"
+        self._ttfts.clear()
+        self._waits.clear()
         self._rate = None
         self._pace.begin(cell, time.monotonic())
         self._line()
@@ -295,6 +302,9 @@ class _Show:
     def _request(self, record: Request) -> None:
         if record.ok:
             self._good += 1
+            if record.ttft_s is not None and record.first_s is not None and record.scheduled_s is not None:
+                self._ttfts.append(record.ttft_s)
+                self._waits.append(record.first_s - record.scheduled_s)
         else:
             self._bad += 1
         self._tokens += record.output_tokens or 0
@@ -330,8 +340,16 @@ class _Show:
             sys.stderr.write("\r\x1b[K")
         rate = f", {row.window.tokens_per_s:.1f} tok/s" if row.window else ""
         why = f": {row.reason}" if row.reason else ""
-        made = f" {row.ok}/{row.requests} requests{rate}, {row.wall_s:.1f} s" if row.requests else ""
+        made = f" {row.ok}/{row.requests} requests{rate}{self._first()}, {row.wall_s:.1f} s" if row.requests else ""
         print(f"{self._head}: {row.state}{made}{why}", file=sys.stderr, flush=True)
+
+    def _first(self) -> str:
+        """The median time to the first token; of an open loop the one from when requests were due, first."""
+        ttft, wait = median(self._ttfts), median(self._waits)
+        if ttft is None or wait is None:
+            return ""
+        scheduled = f", scheduled TTFT {wait * 1e3:,.0f} ms" if self._open else ""
+        return f"{scheduled}, TTFT {ttft * 1e3:,.0f} ms"
 
     def end(self, run: RunFolder, label: str, rows: Sequence[CellRow]) -> None:
         """Say how the run ended."""

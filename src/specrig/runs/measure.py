@@ -388,6 +388,7 @@ def short_summary(run: RunFolder) -> dict[str, Any]:
     from specrig.load.metrics import median
 
     requests: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    closed = {cell["id"] for cell in run.manifest.get("cells", []) if cell.get("arrival", "closed") == "closed"}
     for record in run.read_requests():
         if record.get("ok"):
             requests.setdefault((record["cell"], record["launch"]), []).append(record)
@@ -409,6 +410,7 @@ def short_summary(run: RunFolder) -> dict[str, Any]:
                 "requests": row.get("requests"),
                 "ok": row.get("ok"),
                 "decode_tokens_per_s": median(_values(good, "decode_tokens_per_s")),
+                "scheduled_ttft_s": None if row["cell"] in closed else median(_waits(good)),
                 "ttft_s": median(_values(good, "ttft_s")),
                 "acceptance_length": 1 + drafts / steps if steps else None,
                 "output_tokens_per_s": (row.get("window") or {}).get("tokens_per_s"),
@@ -426,6 +428,12 @@ def short_summary(run: RunFolder) -> dict[str, Any]:
         "cells": cells,
         "speedups": [],
     }
+
+
+def _waits(records: Sequence[Mapping[str, Any]]) -> list[float]:
+    """From when each was due to its first token, seconds."""
+    pairs = [(record.get("scheduled_s"), record.get("first_s")) for record in records]
+    return [first - due for due, first in pairs if due is not None and first is not None]
 
 
 def _values(records: Sequence[Mapping[str, Any]], name: str) -> list[float]:

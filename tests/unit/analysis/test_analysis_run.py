@@ -13,6 +13,9 @@ from specrig.analysis.frames import merge_runs, read_run
 from specrig.analysis.losslessness import divergence, first_difference
 from specrig.analysis.percentiles import carries, distribution, weighted
 from specrig.analysis.summary import summarise
+from specrig.report.markdown import markdown
+from specrig.report.terminal import screen
+from specrig.report.view import view
 
 
 def pick(rows: list[dict[str, Any]], **want: Any) -> dict[str, Any]:
@@ -450,3 +453,23 @@ def test_a_tree_over_the_chain_is_the_ratio_of_their_speedups(make_run: Any) -> 
     # the decomposition of a method over a method: 256 tokens in 51 steps against 64
     assert row["decomposition"]["base_tokens_per_step"] == pytest.approx(4.0)
     assert row["decomposition"]["tokens_per_step"] == pytest.approx(256 / 51)
+
+
+def test_an_open_loop_shows_the_scheduled_ttft_first(builder: Any) -> None:
+    open_loop = builder.cell("autoregressive", arrival="constant", rate=2.0, concurrency=None)
+    closed = builder.cell("autoregressive", workload="closed")
+    for cell, late in ((open_loop, 0.25), (closed, 0.0)):
+        for index in range(4):
+            sent = 10.0 + index
+            builder.request(cell, 0, 0, index, decode_rate=50.0, ttft_s=0.5, scheduled_s=sent - late)
+        builder.close(cell, 0)
+    summary = summarise(read_run(builder.write()))
+    rows = {row["workload"]: row for row in summary["cells"]}
+    assert rows["decode"]["scheduled_ttft_s"]["mean"] == pytest.approx(0.75)
+    assert rows["decode"]["ttft_s"]["mean"] == pytest.approx(0.5)
+    assert rows["closed"]["scheduled_ttft_s"] is None
+    names = list(view(summary)["columns"])
+    assert names.index("scheduled TTFT mean, ms") < names.index("TTFT mean, ms")
+    for shown in (screen(summary), markdown(summary)):
+        (line,) = [line for line in shown.splitlines() if "decode autoregressive" in line and "2 req/s" in line]
+        assert line.index("750") < line.index("500")
