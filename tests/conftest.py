@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -25,23 +23,6 @@ def repository() -> Path:
 def samples() -> Path:
     """Recorded outputs of real machines and servers."""
     return REPOSITORY / "tests" / "samples"
-
-
-@pytest.fixture(scope="session")
-def stand_in() -> Callable[[str], ModuleType]:
-    """Loads a module of tests/stand_ins: servers and hosts that are not at hand."""
-
-    def load(name: str) -> ModuleType:
-        found = importlib.util.spec_from_file_location(
-            f"stand_in_{name}", REPOSITORY / "tests/stand_ins" / f"{name}.py"
-        )
-        assert found is not None
-        assert found.loader is not None
-        module = importlib.util.module_from_spec(found)
-        found.loader.exec_module(module)
-        return module
-
-    return load
 
 
 @pytest.fixture(scope="session")

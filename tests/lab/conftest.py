@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
+import json
 import os
 import shlex
 import signal
@@ -12,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +30,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if marked and not IN_CI and (problem := lifecycle.missing()):
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=problem))
+
+
+_COMPLETION = """python3 - <<'END'
+import json, urllib.request
+body = {"text": "The capital of France is", "sampling_params": {"max_new_tokens": 8, "temperature": 0}}
+kind = {"Content-Type": "application/json"}
+request = urllib.request.Request("http://127.0.0.1:%d/generate", json.dumps(body).encode(), kind)
+try:
+    print(urllib.request.urlopen(request, timeout=20).read().decode())
+except OSError as problem:
+    print(json.dumps({"error": str(problem)}))
+END"""
+_OPEN = """python3 - <<'END'
+import errno, os, stat
+path = "/dev/.test-%(major)d"
+os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(%(major)d, %(minor)d))
+try:
+    os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))
+    print("opened")
+except OSError as problem:
+    print(errno.errorcode[problem.errno])
+finally:
+    os.unlink(path)
+END"""
 
 
 class Lab:
@@ -66,6 +92,26 @@ class Lab:
     def guest(self, command: str, *, check: bool = False, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
         """Run a shell command in the guest; with ``check`` a failure fails the test with its output."""
         return _checked(lifecycle.in_guest(self.state, command, timeout_s), check)
+
+    def completion(self, port: int) -> dict[str, Any]:
+        """The answer of the guest's server to a request for 8 tokens, from inside, past all that playbooks verified."""
+        done = self.guest(_COMPLETION % port)
+        answer: dict[str, Any] = json.loads(done.stdout) if done.returncode == 0 else {"error": done.stderr}
+        return answer
+
+    def tokens(self, port: int) -> int | str:
+        """How many of 8 tokens it gave, or the error."""
+        answer = self.completion(port)
+        return str(answer["error"]) if "error" in answer else int(answer["meta_info"]["completion_tokens"])
+
+    def opens(self, major: int, minor: int = 0, guest: str | None = None) -> str:
+        """What a guest gets who opens a device by number, through a node of its own: ``opened``, or an error's name.
+
+        A device that is allowed but has no driver gives ENXIO, a forbidden one EPERM.
+        """
+        script = _OPEN % {"major": major, "minor": minor}
+        done = self.guest(script) if guest is None else self.host(f"lxc-attach -n {guest} -- {script}")
+        return done.stdout.strip()
 
     def reboot(self, driver: lifecycle.driver.Load = "all") -> None:
         """Stop and start the host."""

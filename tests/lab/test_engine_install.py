@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import base64
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import packages
 import pytest
 import yaml
 
@@ -17,18 +16,6 @@ pytestmark = pytest.mark.lab
 ROOT = Path(__file__).resolve().parents[2]
 ENGINES = "/opt/specrig/engines"
 STORE = "/opt/specrig/wheels"
-
-
-def _packages() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("packages", ROOT / "tests" / "stand_ins" / "packages.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-packages = _packages()
 
 
 class Box:

@@ -11,19 +11,6 @@ import pytest
 pytestmark = pytest.mark.lab
 
 UNITS = "specrig-sglang@chat.service specrig-sglang@agent.service"
-# Opens a device by number, through a node of its own, and prints the error's name.
-OPEN = """python3 - <<'END'
-import errno, os, stat
-path = "/dev/.test-%(major)d"
-os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(%(major)d, %(minor)d))
-try:
-    os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))
-    print("opened")
-except OSError as problem:
-    print(errno.errorcode[problem.errno])
-finally:
-    os.unlink(path)
-END"""
 # A guest for a test: the host's own programs, no network, and a sleep in place of systemd.
 GUEST = """set -e
 folder=/var/lib/lxc/%(name)s; root=$folder/rootfs
@@ -114,20 +101,20 @@ def test_a_major_that_is_now_another_drivers_is_closed_and_rules_of_others_are_n
     devices = "/run/specrig-lab/proc_devices"
     others = f"sed 's/^Character devices:$/&\\n{old} gdrdrv\\n399 mei/' {devices}"
     served.host(f"{others} > /tmp/devices && cat /tmp/devices > {devices}", check=True)
-    assert served.guest(OPEN % {"major": old, "minor": 0}).stdout.strip() == "ENXIO"
+    assert served.opens(old) == "ENXIO"
     before = init(served)
 
     recover(served)
 
     assert init(served) == before
-    assert served.guest(OPEN % {"major": old, "minor": 0}).stdout.strip() == "EPERM"
-    assert served.guest(OPEN % {"major": new, "minor": 0}).stdout.strip() == "ENXIO"
+    assert served.opens(old) == "EPERM"
+    assert served.opens(new) == "ENXIO"
     text = served.host(f"cat {config}").stdout
     assert f"c {old}:" not in text
     # What others wrote stays, and is named in every run: its effect on purpose cannot be told from a leftover.
     assert "lxc.cgroup2.devices.allow = c 399:* rwm\n" in text
     assert "lxc.cgroup.devices.allow = c 195:* rwm\n" in text
-    assert served.guest(OPEN % {"major": 399, "minor": 0}).stdout.strip() == "ENXIO"
+    assert served.opens(399) == "ENXIO"
     again = recover(served)
     assert changed(again.stdout) == {"lab-host": 0, "lab-guest": 0}
     assert "rule c 399:* rwm allows a major that is not NVIDIA's (now mei)" in again.stdout
@@ -149,7 +136,7 @@ def test_a_guest_that_started_before_the_nodes_is_healed_without_a_restart(serve
     assert init(served) == before
     major = uvm_major(served)
     assert inside(served, "gpu", "stat -c '%F %t:%T' /dev/nvidia-uvm") == f"character special file {major:x}:0"
-    assert served.guest(OPEN % {"major": major, "minor": 0}).stdout.strip() == "ENXIO"
+    assert served.opens(major) == "ENXIO"
     assert changed(recover(served).stdout) == {"lab-host": 0, "lab-guest": 0}
 
 
@@ -185,7 +172,7 @@ def test_a_guest_that_nothing_else_can_help_is_restarted_gracefully_and_only_if_
         served.host("mv /usr/bin/lxc-cgroup.real /usr/bin/lxc-cgroup", check=True)
     assert init(served) != before
     assert served.guest("test -e /root/stopped").returncode == 0, "its units were not stopped, they were killed"
-    assert served.guest(OPEN % {"major": major, "minor": 0}).stdout.strip() == "ENXIO"
+    assert served.opens(major) == "ENXIO"
     assert served.guest(f"systemctl is-active {UNITS}").stdout.split() == ["active", "active"]
 
 
@@ -252,9 +239,9 @@ def test_guests_that_share_a_host_get_each_its_own_and_an_unprivileged_one_too(s
     assert inside(served, "mapped", "stat -c %F /dev/nvidia-uvm") == "regular empty file"
     done = guests()
     assert done.returncode == 0, done.stdout + done.stderr
-    assert served.host(f"lxc-attach -n two -- {OPEN % {'major': 400, 'minor': 0}}").stdout.strip() == "EPERM"
-    assert served.guest(OPEN % {"major": 400, "minor": 0}).stdout.strip() == "ENXIO"
-    assert served.host(f"lxc-attach -n two -- {OPEN % {'major': 195, 'minor': other}}").stdout.strip() == "EPERM"
+    assert served.opens(400, guest="two") == "EPERM"
+    assert served.opens(400) == "ENXIO"
+    assert served.opens(195, other, guest="two") == "EPERM"
     assert f"guest two: revoked live: device 195:{other}, major 400" in said(served)
     assert "guest mapped: revoked live: major 400" in said(served)
     assert inside(served, "mapped", "stat -c '%F %t:%T' /dev/nvidia-uvm") == f"character special file {major:x}:0"

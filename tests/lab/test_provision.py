@@ -9,14 +9,6 @@ import pytest
 
 pytestmark = pytest.mark.lab
 
-# Asked from inside the guest, past everything that the playbooks verified themselves.
-COMPLETION = """python3 - <<'END'
-import json, urllib.request
-body = {"text": "The capital of France is", "sampling_params": {"max_new_tokens": 8, "temperature": 0}}
-kind = {"Content-Type": "application/json"}
-request = urllib.request.Request("http://127.0.0.1:%d/generate", json.dumps(body).encode(), kind)
-print(json.dumps(json.load(urllib.request.urlopen(request, timeout=20))))
-END"""
 SERVED = {"chat": 31001, "agent": 31002}
 
 HOST_STATE = (
@@ -36,12 +28,6 @@ def recap(output: str) -> dict[str, dict[str, int]]:
     """The counts of Ansible's recap by host."""
     rows = re.findall(r"^(\S+)\s+: (ok=.*)$", output, re.M)
     return {host: {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", counts)} for host, counts in rows}
-
-
-def completion(lab, port: int) -> dict:
-    done = lab.guest(COMPLETION % port)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 def state(lab) -> str:
@@ -72,7 +58,7 @@ def test_the_bare_lab_serves_afterwards(bare):
     done = bare.play("provision", "-e", "specrig_reason='first set-up'")
     assert done.returncode == 0, done.stdout + done.stderr
     for name, port in SERVED.items():
-        answer = completion(bare, port)
+        answer = bare.completion(port)
         assert answer["meta_info"]["completion_tokens"] == 8, name
     # Nodes and models were shown to the running guest; it was not restarted for them.
     assert bare.host("lxc-info -n gpu -p -H").stdout == init

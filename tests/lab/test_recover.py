@@ -15,26 +15,6 @@ pytestmark = pytest.mark.lab
 
 SERVED = {"chat": 31001, "agent": 31002}
 UNITS = " ".join(f"specrig-sglang@{name}.service" for name in SERVED)
-COMPLETION = """python3 - <<'END'
-import json, urllib.request
-body = {"text": "The capital of France is", "sampling_params": {"max_new_tokens": 8, "temperature": 0}}
-kind = {"Content-Type": "application/json"}
-request = urllib.request.Request("http://127.0.0.1:%d/generate", json.dumps(body).encode(), kind)
-print(json.load(urllib.request.urlopen(request, timeout=20))["meta_info"]["completion_tokens"])
-END"""
-# Opens a device by number, through a node of its own, and prints the error's name.
-OPEN = """python3 - <<'END'
-import errno, os, stat
-path = "/dev/.test-%(major)d"
-os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(%(major)d, 0))
-try:
-    os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))
-    print("opened")
-except OSError as problem:
-    print(errno.errorcode[problem.errno])
-finally:
-    os.unlink(path)
-END"""
 ENGINE = (
     "mkdir -p /tmp/empty-model; set -a; . /etc/specrig/profiles/chat.env; set +a;"
     " timeout 20 /opt/specrig/venv/bin/specrig sim --model-path /tmp/empty-model --tp-size 1 --port 31999"
@@ -61,8 +41,7 @@ def last_run(lab) -> list[dict]:
 
 def assert_serving(lab) -> None:
     for name, port in SERVED.items():
-        done = lab.guest(COMPLETION % port)
-        assert (done.returncode, done.stdout.strip()) == (0, "8"), f"{name}: {done.stderr}"
+        assert lab.tokens(port) == 8, name
 
 
 def recover(lab, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -98,11 +77,11 @@ def test_after_a_reboot_one_command_brings_everything_back(served):
     engine = served.guest(ENGINE)
     assert engine.returncode != 0
     assert "open /dev/nvidia-uvm: EPERM" in engine.stdout + engine.stderr
-    assert served.guest(OPEN % {"major": new}).stdout.strip() == "EPERM"
+    assert served.opens(new) == "EPERM"
     assert served.guest("ls /srv/models").stdout.strip() == ""
     assert "active" not in served.guest(f"systemctl is-active {UNITS}").stdout.split()
     for port in SERVED.values():
-        assert served.guest(COMPLETION % port).returncode != 0
+        assert served.tokens(port) != 8
     before = init(served)
 
     done = recover(served, "-e", "specrig_reason='the machine rebooted'")
@@ -110,8 +89,8 @@ def test_after_a_reboot_one_command_brings_everything_back(served):
     assert_serving(served)
     # The guest was opened live, and the old major closed: ENXIO is "allowed, no driver behind it".
     assert init(served) == before
-    assert served.guest(OPEN % {"major": new}).stdout.strip() == "ENXIO"
-    assert served.guest(OPEN % {"major": old}).stdout.strip() == "EPERM"
+    assert served.opens(new) == "ENXIO"
+    assert served.opens(old) == "EPERM"
     assert f"c {new}:0 rw" in served.host("cat /var/lib/lxc/gpu/config").stdout
     assert f"c {old}:" not in served.host("cat /var/lib/lxc/gpu/config").stdout
     # One screen says what was wrong, what was done, and what serves where.
@@ -163,7 +142,7 @@ def test_check_of_a_rebooted_lab_names_the_work_and_does_none(served):
     # On a slow machine it has used up its starts by now.
     assert re.search("would (re)?start chat", done.stdout)
     assert served.host("cat /var/lib/lxc/gpu/config").stdout == config
-    assert served.guest(OPEN % {"major": new}).stdout.strip() == "EPERM"
+    assert served.opens(new) == "EPERM"
     assert served.host("test -e /run/specrig/lock").returncode != 0
 
 

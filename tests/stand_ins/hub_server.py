@@ -13,22 +13,13 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.util
 import json
 import pathlib
 import re
 import urllib.parse
 
+import file_server
 
-def _sibling(name):
-    path = pathlib.Path(__file__).with_name(f"{name}.py")
-    found = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
-
-
-file_server = _sibling("file_server")
 PAGE_ROWS = 3
 LFS_BYTES = 1000
 """From this size on files are in LFS, whatever their names."""

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pve_host
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,11 +25,6 @@ from specrig.facts import explain, guestconf
 basic = pytest.importorskip("ansible.module_utils.basic")
 ROOT = Path(__file__).resolve().parents[2]
 STAND_IN = ROOT / "tests" / "stand_ins" / "pve_host.py"
-_spec = importlib.util.spec_from_file_location("pve_host", STAND_IN)
-assert _spec is not None
-assert _spec.loader is not None
-pve_host = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(pve_host)
 
 GPU0, UVM = "/dev/nvidia0,mode=0666", "/dev/nvidia-uvm,mode=0666"
 PAIRS = sorted(path.stem for path in (ROOT / "tests" / "samples" / "pve" / "rewritten").glob("*.before"))

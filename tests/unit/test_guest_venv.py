@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import packages
 import pytest
 
 from specrig.facts import engines, serving, venvs
@@ -20,17 +21,6 @@ from specrig.facts import engines, serving, venvs
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = sys.executable
 
-
-def _packages() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("packages", ROOT / "tests" / "stand_ins" / "packages.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-packages = _packages()
 
 # ---- what the inventory says ---------------------------------------------------------------------------------------
 

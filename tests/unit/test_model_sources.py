@@ -16,9 +16,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import file_server
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -35,14 +35,9 @@ def manifest(files: dict[str, bytes]) -> bytes:
     return "".join(f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in files.items()).encode()
 
 
-@pytest.fixture(scope="module")
-def servers(stand_in: Callable[[str], ModuleType]) -> ModuleType:
-    return stand_in("file_server")
-
-
 @pytest.fixture
-def mirror(servers: ModuleType) -> Iterator[Any]:
-    with servers.Mirror({f"m/{name}": data for name, data in FILES.items()}) as server:
+def mirror() -> Iterator[Any]:
+    with file_server.Mirror({f"m/{name}": data for name, data in FILES.items()}) as server:
         server.put("m/MANIFEST.sha256", manifest(FILES))
         yield server
 
@@ -300,11 +295,11 @@ def test_a_listing_that_is_a_web_page_or_not_there(mirror, source):
     assert "manifest of model M" in line
 
 
-def test_a_page_at_a_files_name_is_refused_when_it_is_listed(mirror, source, servers):
+def test_a_page_at_a_files_name_is_refused_when_it_is_listed(mirror, source):
     mirror.kinds["m/config.json"] = "text/html"
     assert source.list()["config.json"]["size"] == 2, "what a server calls a page and is none is taken"
     assert take(source, "config.json") == b"{}"
-    mirror.put("m/config.json", servers.PAGE)
+    mirror.put("m/config.json", file_server.PAGE)
     assert "m/config.json is a web page instead of the file" in refused(of(mirror).list)
 
 
@@ -313,8 +308,8 @@ def test_a_file_that_the_manifest_names_and_nobody_has(mirror, source):
     assert "/m/sub/a b#c.bin is not on the server (404), and its manifest names it" in refused(source.list)
 
 
-def test_nobody_at_the_port_is_a_source_that_is_gone(servers):
-    with servers.Mirror({}) as short:
+def test_nobody_at_the_port_is_a_source_that_is_gone():
+    with file_server.Mirror({}) as short:
         pass
     made = of(short, retries=1)
     with pytest.raises(modelsource.SourceGone) as caught:
@@ -342,8 +337,8 @@ def test_a_manifest_of_this_machine_is_used_instead(mirror, tmp_path):
     assert "is no absolute path" in refused(lambda: of(mirror, manifest="mine.sha256"))
 
 
-def test_redirects_are_followed_and_have_a_bound(mirror, source, servers):
-    with servers.Mirror({"far": WEIGHTS}) as other:
+def test_redirects_are_followed_and_have_a_bound(mirror, source):
+    with file_server.Mirror({"far": WEIGHTS}) as other:
         other.tags = lambda path, content: mirror.tag("m/model.safetensors", content)
         mirror.faults["m/model.safetensors"] = [
             {"status": code, "headers": {"Location": where}}
@@ -364,9 +359,9 @@ def secret_file(path: Path, content: Any, mode: int = 0o600) -> str:
     return str(path)
 
 
-def test_credentials_go_to_their_server_alone(mirror, servers, tmp_path):
+def test_credentials_go_to_their_server_alone(mirror, tmp_path):
     mirror.credentials = "Bearer s3cret"
-    with servers.Mirror({"far": b"{}"}) as other:
+    with file_server.Mirror({"far": b"{}"}) as other:
         other.tags = lambda path, content: mirror.tag("m/config.json", content)
         host = mirror.url.removeprefix("http://")
         made = of(mirror, credentials_file=secret_file(tmp_path / "c", {host: {"token": "s3cret"}}))
@@ -446,9 +441,9 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_tls_trusts_the_systems_cas_and_a_file(servers, certificate, mirror, tmp_path):
+def test_tls_trusts_the_systems_cas_and_a_file(certificate, mirror, tmp_path):
     files = {f"m/{name}": data for name, data in FILES.items()} | {"m/MANIFEST.sha256": manifest(FILES)}
-    with servers.Mirror(files, certificate=certificate) as safe:
+    with file_server.Mirror(files, certificate=certificate) as safe:
         trusting = of(safe, ca_file=str(certificate))
         assert len(trusting.list()) == 4
         safe.faults["m/model.safetensors"] = [{"cut": 100_000}, {"cut": 1, "reset": True}]
@@ -530,9 +525,9 @@ def safetensors(data: bytes) -> bytes:
 
 
 @pytest.fixture
-def served(servers: ModuleType) -> Iterator[Any]:
+def served() -> Iterator[Any]:
     files = {"config.json": b"{}", "a.safetensors": safetensors(WEIGHTS), "b.safetensors": safetensors(WEIGHTS[::-1])}
-    with servers.Mirror({f"m/{name}": data for name, data in files.items()}) as server:
+    with file_server.Mirror({f"m/{name}": data for name, data in files.items()}) as server:
         server.put("m/MANIFEST.sha256", manifest(files))
         server.model = files
         yield server

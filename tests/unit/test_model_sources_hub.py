@@ -12,9 +12,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import hub_server
 import pytest
 
 from specrig.facts import hubworker, modelhub, stageprogress
@@ -33,15 +33,10 @@ FILES = {
 MODEL = {name: FILES[name] for name in ("README.md", "config.json", "model.safetensors", "sub/weights [1].bin")}
 
 
-@pytest.fixture(scope="module")
-def server(stand_in: Callable[[str], ModuleType]) -> ModuleType:
-    return stand_in("hub_server")
-
-
 @pytest.fixture
-def hub(server: ModuleType) -> Iterator[Any]:
+def hub() -> Iterator[Any]:
     newer = {**FILES, "config.json": b'{"new": 1}'}
-    with server.Hub({REPO: {COMMIT: dict(FILES), NEXT: newer}}) as running:
+    with hub_server.Hub({REPO: {COMMIT: dict(FILES), NEXT: newer}}) as running:
         yield running
 
 
