@@ -283,8 +283,8 @@ def client_kept_up(lag: Lag, records: Sequence[Request]) -> Check:
 def arrivals_kept(records: Sequence[Request], rate: float | None, cap: int | None = None) -> Check:
     """Whether the requests of an open loop left when they were due, within a tenth of the mean gap or 10 ms.
 
-    A request that was due while ``cap`` others ran was to wait: it is due when one of them ends. (Its scheduled TTFT
-    holds the wait all the same.)
+    A request that ``cap`` others were ahead of had to wait until one of them ended, and is late from then on. (Its
+    scheduled TTFT holds the wait all the same.)
 
     Args:
         records: the successful requests.
@@ -309,11 +309,12 @@ def arrivals_kept(records: Sequence[Request], rate: float | None, cap: int | Non
 
 
 def _released(due: float, sent: float, records: Sequence[Request], cap: int) -> float:
-    """When a request with a cap might leave: when it was due, or when the one it waited for had ended."""
+    """When a request with a cap might leave: when due, or when the last of those that it waited for had ended."""
     spans = [(r.sent_s, r.finished_s) for r in records if r.sent_s is not None and r.finished_s is not None]
-    if sum(begun <= due < ended for begun, ended in spans) < cap:
+    ahead = [ended for begun, ended in spans if begun < sent and ended > due]
+    if len(ahead) < cap:
         return due
-    return max((ended for _, ended in spans if due <= ended <= sent), default=due)
+    return max((ended for ended in ahead if ended <= sent), default=due)
 
 
 def verdict(checks: Sequence[Check]) -> str | None:
