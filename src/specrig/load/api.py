@@ -271,7 +271,16 @@ class Decoder:
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Settle what only the whole stream tells; called once, after the last event."""
+        """Settle what only the whole stream tells; called after the last event."""
+
+    def recount(self, count_text: Callable[[str], int]) -> None:
+        """Settle again with a tokenizer, where the process that read the stream had none.
+
+        Args:
+            count_text: counts a text's tokens.
+        """
+        self._count_text = count_text
+        self.finish()
 
     def _count(self, total: int, t: float) -> None:
         new = total - self._tokens

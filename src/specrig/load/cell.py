@@ -28,6 +28,7 @@ from specrig.load.metrics import decode_rate, first_eos, read_at
 from specrig.load.slots import Done, Item, Plan, drive, pause
 from specrig.load.stream import Lag, StreamClient, Timeouts, clock
 from specrig.load.windows import Steady, Stream, arrivals_window, peak_rate, steady
+from specrig.load.workers import WorkerError, Workers, worker_count
 from specrig.model.cell import Cell
 from specrig.model.record import CellRow, Check, ChunkTrace, Request, Window
 from specrig.tokens.budget import Limits
@@ -79,6 +80,8 @@ class Context:
         origin: the reading of the client's clock that is time 0 of the records.
         sglang: the server answers ``/server_info``; only then its control calls are used.
         limits: what the server can take; null = not known, and no cell is skipped for it.
+        workers: processes that make the requests; null = this process does.
+        workers_asked: how many of them, by the user; null = as many as help.
         warmed: shapes that were warmed up already.
         stop: set to end the cell early.
         on_request: called after each request, for a live display.
@@ -100,6 +103,8 @@ class Context:
     keep_text: bool = False
     simulated: bool | None = None
     time_scale: float | None = None
+    workers: Workers | None = None
+    workers_asked: int | None = None
     warmed: set[tuple[Any, ...]] = field(default_factory=set)
     on_request: Callable[[Request], None] | None = None
 
@@ -120,6 +125,7 @@ class _Outcome:
     polls: list[tuple[float, int, int]] = field(default_factory=list)
     gave_up: bool = False
     in_row: int = 0
+    lost: str | None = None
 
 
 async def run_cell(cell: Cell, context: Context) -> CellRow:
@@ -194,14 +200,20 @@ async def run_cell(cell: Cell, context: Context) -> CellRow:
     if asked.ok is False:
         return row("failed", rules.verdict([asked]), method=method, tp=tp, checks=[asked])
     known = {"method": method, "tp": tp}
+    workers = 1 if context.workers is None else worker_count(context.workers_asked, connections(cell))
 
     try:
         warmup = await _warm_up(cell, context, prompts[0][0])
         await _quiet(context)
         if cell.cache == "flush" and not context.stop.is_set():
             await _flush(context)
-        await context.client.open(connections(cell) + 1)
-    except EngineError as error:
+        plan = _plan(cell, context, jobs, trace)
+        if context.workers is not None and workers > 1:
+            await context.client.open(1)
+            await context.workers.prepare(plan, jobs, workers, connections(cell))
+        else:
+            await context.client.open(connections(cell) + 1)
+    except (EngineError, WorkerError) as error:
         if context.stop.is_set():
             return row("aborted", "interrupted before its first request", **known)
         return row("failed", str(error), **known)
@@ -212,18 +224,16 @@ async def run_cell(cell: Cell, context: Context) -> CellRow:
 
     outcome = _Outcome()
     started = clock()
-    context.client.start_lag()
     watch = asyncio.create_task(_poll(cell, context, outcome)) if context.sglang else None
     try:
-        await _load(cell, context, jobs, trace, outcome, method, tp)
+        lag = await _load(cell, context, plan, jobs, workers, outcome, method, tp)
     finally:
-        lag = context.client.stop_lag()
         if watch is not None:
             watch.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watch
     wall = clock() - started
-    return _judge(cell, context, outcome, lag, info, await _info(context), known, row, warmup, wall)
+    return _judge(cell, context, outcome, lag, workers, info, await _info(context), known, row, warmup, wall)
 
 
 # -- before ---------------------------------------------------------------------------------------------------------
@@ -423,40 +433,63 @@ async def _warm_up(cell: Cell, context: Context, prompt: Prompt) -> dict[str, An
 # -- the measured part ----------------------------------------------------------------------------------------------
 
 
-async def _load(
-    cell: Cell,
-    context: Context,
-    jobs: list[list[_Job]],
-    trace: Sequence[Row],
-    outcome: _Outcome,
-    method: str | None,
-    tp: int | None,
-) -> None:
-    """Make every request of the cell, in closed or open loop."""
-    by_index = {job.index: job for session in jobs for job in session}
-    slots = min(cell.concurrency or 1, len(jobs)) if cell.arrival == "closed" else cell.concurrency
-    plan = Plan(
+def _plan(cell: Cell, context: Context, jobs: Sequence[Sequence[_Job]], trace: Sequence[Row]) -> Plan:
+    return Plan(
         api=cell.api,
         abort_path="/abort_request" if context.sglang else None,
         timeouts=context.timeouts,
-        slots=slots,
+        slots=min(cell.concurrency or 1, len(jobs)) if cell.arrival == "closed" else cell.concurrency,
         due=due_times(cell, trace),
         ramp_s=cell.ramp_s,
         tool_s=cell.tool_s if cell.turns else None,
     )
+
+
+async def _load(
+    cell: Cell,
+    context: Context,
+    plan: Plan,
+    jobs: list[list[_Job]],
+    workers: int,
+    outcome: _Outcome,
+    method: str | None,
+    tp: int | None,
+) -> Lag:
+    """Make every request of the cell, in closed or open loop, here or in the worker processes."""
+    by_index = {job.index: job for session in jobs for job in session}
+
+    def give(done: Done) -> None:
+        _keep(cell, context, outcome, by_index[done.index], done, method, tp)
+
+    def over() -> bool:
+        return context.stop.is_set() or outcome.gave_up
+
+    if context.workers is not None and workers > 1:
+
+        def count_and_give(done: Done) -> None:
+            done.decoder.recount(context.tokenizer.count)
+            give(done)
+
+        lag, outcome.lost = await context.workers.run(plan.origin(), count_and_give, over)
+        return lag
     numbers = iter(range(len(jobs)))
-    await drive(
-        plan,
-        jobs,
-        context.client,
-        plan.origin(),
-        range(slots or 0),
-        lambda: next(numbers, None),
-        lambda done: _keep(cell, context, outcome, by_index[done.index], done, method, tp),
-        context.stop,
-        lambda: context.stop.is_set() or outcome.gave_up,
-        context.tokenizer.count,
-    )
+    context.client.start_lag()
+    try:
+        await drive(
+            plan,
+            jobs,
+            context.client,
+            plan.origin(),
+            range(plan.slots or 0),
+            lambda: next(numbers, None),
+            give,
+            context.stop,
+            over,
+            context.tokenizer.count,
+        )
+    finally:
+        lag = context.client.stop_lag()
+    return lag
 
 
 def _keep(
@@ -632,6 +665,7 @@ def _judge(
     context: Context,
     outcome: _Outcome,
     lag: Lag,
+    workers: int,
     before: dict[str, Any] | None,
     after: dict[str, Any] | None,
     known: dict[str, Any],
@@ -662,13 +696,15 @@ def _judge(
     why = rules.verdict(checks)
     if context.stop.is_set() and len(records) - sum(r.error == "aborted" for r in records) < planned:
         state, why = "aborted", f"interrupted after {len(good)} of {planned} requests"
-    elif not good or outcome.gave_up or (context.sglang and after is None):
+    elif not good or outcome.gave_up or outcome.lost or (context.sglang and after is None):
         # Not a measurement that broke a rule: one that a failing server cut off, and that a resume makes again.
         state = "failed"
     else:
         state = "done" if why is None else "invalid"
     if outcome.gave_up and state != "aborted":
         why = f"given up after {outcome.in_row} failures in a row; {why}"
+    if outcome.lost and state == "failed":
+        why = f"{outcome.lost}; {why}"
     if context.sglang and after is None and state == "failed":
         why = f"the server does not answer any more; {why}"
     sessions, session_rate = _sessions(cell, good)
@@ -686,7 +722,7 @@ def _judge(
         session_tokens_per_s=session_rate,
         warmup=warmup,
         client={f"lag_{name}_ms": getattr(lag, f"{name}_ms") for name in ("mean", "p50", "p99", "max")}
-        | {"cpu": lag.cpu},
+        | {"cpu": lag.cpu, "workers": workers},
         **known,
     )
 

@@ -28,7 +28,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--api-key", metavar="KEY", help="bearer token (SPECRIG_API_KEY)")
     add("--ca-file", metavar="FILE", help="certificates to trust, for https")
     add("--keep-text", action="store_true", help="keep the generated texts in the records")
+    add("--workers", type=_workers, default="auto", metavar="N", help="processes that make the requests (auto)")
     add("--json", action="store_true", help="one JSON object a cell on standard output, then one for the run")
+
+
+def _workers(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not text.isdecimal() or not 1 <= int(text) <= 256:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number from 1 to 256, or auto")
+    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -111,6 +111,7 @@ def _load(args: argparse.Namespace, control: EngineClient) -> int:
             models=models,
             model_info=model_info,
             keep_text=args.keep_text,
+            workers=args.workers,
         )
         number: int | None = None
         rows: list[CellRow] = []

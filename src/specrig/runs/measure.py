@@ -28,6 +28,7 @@ from specrig.facts import serverinfo
 from specrig.load.cell import Context, Control, connections, run_cell
 from specrig.load.checks import asked_for, verdict
 from specrig.load.stream import StreamClient, Timeouts, clock
+from specrig.load.workers import Workers, worker_count
 from specrig.model.cell import Cell
 from specrig.model.record import CellRow, Request
 from specrig.model.sweep import Sweep
@@ -52,6 +53,7 @@ class Job:
         limits: what the server can take; null = not checked.
         info: the server's own report, null where it has none.
         models, model_info: what else it says of itself: the rows of /v1/models, and /model_info where it has that.
+        workers: how many processes make a cell's requests; null = as many as help.
     """
 
     url: str
@@ -70,6 +72,7 @@ class Job:
     models: Sequence[dict[str, Any]] = ()
     model_info: dict[str, Any] | None = None
     keep_text: bool = False
+    workers: int | None = None
 
 
 TICK_S = 0.5
@@ -261,6 +264,8 @@ def _interruptible(stop: Callable[[int], None]) -> Iterator[None]:
 
 async def _run(run: RunFolder, job: Job, progress: Progress, t0_unix: float) -> tuple[list[CellRow], int | None]:
     client = StreamClient(job.url, api_key=job.api_key, ca_file=job.ca_file)
+    count = max((worker_count(job.workers, connections(cell)) for cell in job.cells), default=1)
+    workers = Workers(job.url, count=count, api_key=job.api_key, ca_file=job.ca_file) if count > 1 else None
     stop = asyncio.Event()
     got: list[int] = []
 
@@ -268,6 +273,8 @@ async def _run(run: RunFolder, job: Job, progress: Progress, t0_unix: float) -> 
         got.append(number)
         stop.set()
         client.abort_streams("interrupted")
+        if workers is not None:
+            workers.abort_streams("interrupted")
 
     simulated = None if job.info is None else bool(job.info.get("simulated"))
     context = Context(
@@ -287,10 +294,12 @@ async def _run(run: RunFolder, job: Job, progress: Progress, t0_unix: float) -> 
         keep_text=job.keep_text,
         simulated=simulated,
         time_scale=(job.info or {}).get("sim_time_scale"),
+        workers=workers,
+        workers_asked=job.workers,
         on_request=progress.request_done,
     )
     rows: list[CellRow] = []
-    ticking = asyncio.create_task(_tick(client, progress.tick)) if progress.tick is not None else None
+    ticking = asyncio.create_task(_tick(client, workers, progress.tick)) if progress.tick is not None else None
     try:
         with _interruptible(interrupt):
             for number, cell in enumerate(job.cells, 1):
@@ -309,15 +318,21 @@ async def _run(run: RunFolder, job: Job, progress: Progress, t0_unix: float) -> 
     finally:
         if ticking is not None:
             ticking.cancel()
+        if workers is not None:
+            workers.close()
         await client.close()
     return rows, got[0] if got else None
 
 
-async def _tick(client: StreamClient, tick: Callable[[int, int], None]) -> None:
+async def _tick(client: StreamClient, workers: Workers | None, tick: Callable[[int, int], None]) -> None:
     """Tell a display what is in flight, until it is cancelled."""
     while True:
         await asyncio.sleep(TICK_S)
-        tick(*client.in_flight())
+        streams, tokens = client.in_flight()
+        if workers is not None:
+            more = workers.in_flight()
+            streams, tokens = streams + more[0], tokens + more[1]
+        tick(streams, tokens)
 
 
 def _first(group: ExceptionGroup[Exception]) -> Exception:
