@@ -6,11 +6,11 @@ process. All stamps are taken by workers from the one monotonic clock of the mac
 
 from __future__ import annotations
 
-import array
 import asyncio
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -160,9 +160,7 @@ class Workers:
                     at += size
                     item.payload = b""
                 rows.append(row)
-        os.ftruncate(self._cursor, 0)
-        os.pwrite(self._cursor, array.array("I", range(len(sessions))).tobytes(), 0)
-        os.lseek(self._cursor, 0, os.SEEK_SET)
+        self._fill_cursor(len(sessions))
         self._sessions = [[item.index for item in session] for session in sessions]
         self._api = plan.api
         self._busy = []
@@ -190,6 +188,11 @@ class Workers:
             _, problem = await self._hear(worker)
             if problem is not None:
                 raise OSError(problem)
+
+    def _fill_cursor(self, count: int) -> None:
+        os.ftruncate(self._cursor, 0)
+        os.pwrite(self._cursor, struct.pack(f"<{count}I", *range(count)), 0)
+        os.lseek(self._cursor, 0, os.SEEK_SET)
 
     async def run(
         self, origin: float, give: Callable[[Done], None], over: Callable[[], bool]
