@@ -190,12 +190,22 @@ def test_prefill_counts_as_work_where_the_queue_is_known() -> None:
 
 
 def test_the_clients_lateness_is_held_against_what_it_measured() -> None:
+    def kept_up(ttft_s: float | None = 0.4, **more: float) -> bool | None:
+        return checks.client_kept_up(Lag(**{**LAG, **more}), [request(ttft_s=ttft_s)]).ok
+
     # one second from first to last token: 10 ms on average and 100 ms at p99 are allowed
-    assert checks.client_kept_up(Lag(**{**LAG, "mean_ms": 10.0, "p99_ms": 99.0}), [request()]).ok is True
-    assert checks.client_kept_up(Lag(**{**LAG, "mean_ms": 10.1}), [request()]).ok is False
-    assert checks.client_kept_up(Lag(**{**LAG, "p99_ms": 101.0}), [request()]).ok is False
-    assert checks.client_kept_up(Lag(**{**LAG, "cpu": 0.96}), [request()]).ok is False
-    assert checks.client_kept_up(Lag(**{**LAG, "seconds": 0.19}), [request()]).ok is None
+    assert kept_up(mean_ms=10.0, p99_ms=99.0) is True
+    assert kept_up(mean_ms=10.1) is False
+    assert kept_up(p99_ms=101.0) is False
+    # of a TTFT of 120 ms 10 ms would be a twelfth: 6 ms and 60 ms
+    assert kept_up(0.12, mean_ms=5.9, p99_ms=59.0) is True
+    assert kept_up(0.12, mean_ms=6.1) is False
+    assert kept_up(0.12, p99_ms=61.0) is False
+    # 5 ms are allowed always
+    assert kept_up(0.01, mean_ms=5.0, p99_ms=50.0) is True
+    assert kept_up(None, mean_ms=5.1) is False
+    assert kept_up(cpu=0.96) is False
+    assert kept_up(seconds=0.19) is None
 
 
 def test_open_loop_requests_must_leave_when_due() -> None:

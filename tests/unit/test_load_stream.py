@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import ssl
 import time
@@ -183,6 +184,34 @@ def test_time_limits_keep_what_arrived(script: list[bytes | float], error: str, 
     assert exchange.error == error
     assert exchange.decoder.output_tokens == tokens
     assert time.monotonic() - begun < 20  # not the 30 s of the script
+
+
+@pytest.mark.parametrize(
+    ("limits", "error"),
+    [
+        (Timeouts(first_token_s=0.2, idle_s=5, request_s=5), "first_token_timeout"),
+        (Timeouts(first_token_s=5, idle_s=0.2, request_s=5), "idle_timeout"),
+        (Timeouts(first_token_s=5, idle_s=5, request_s=0.2), "request_timeout"),
+    ],
+)
+def test_giving_up_closes_the_connection_which_any_server_sees(limits: Timeouts, error: str) -> None:
+    gone: list[bytes] = []
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
+        writer.write(HEAD if error == "first_token_timeout" else HEAD + chunk(event(4)))
+        with contextlib.suppress(ConnectionError):
+            gone.append(await reader.read())
+
+    async def use(client: StreamClient) -> Exchange:
+        exchange = await ask(client, limits)
+        for _ in range(500):
+            if gone:
+                break
+            await asyncio.sleep(0.01)
+        return exchange
+
+    assert drive(handler, use).error == error
+    assert gone == [b""]
 
 
 def test_comments_do_not_hide_a_stalled_stream() -> None:

@@ -20,7 +20,6 @@ CACHE_TOLERANCE_TOKENS = 64
 CACHE_TOLERANCE_SHARE = 0.01
 MIN_RUNNING_SHARE = 0.5
 MAX_LAG_MEAN_MS = 5.0
-MAX_LAG_P99_MS = 50.0
 MIN_LAG_S = 0.2
 MAX_CLIENT_CPU = 0.95
 IDENTITY = (
@@ -262,14 +261,15 @@ def concurrency_reached(
 def client_kept_up(lag: Lag, records: Sequence[Request]) -> Check:
     """Whether the client's own lateness is small against what it measured.
 
-    The event loop's mean lateness is what shifts a time stamp: at most 1 % of the median time from first to last token
-    (5 ms are always allowed). Its 99th percentile is at most a tenth of that time (50 ms are always allowed), and the
-    client used less than 95 % of one core. Of less than a fifth of a second nothing is said.
+    The event loop's mean lateness is what shifts a time stamp: at most 1 % of the median time from first to last token,
+    and 5 % of the median TTFT (5 ms are always allowed). Its 99th percentile is at most ten times that, and the client
+    used less than 95 % of one core. Of less than a fifth of a second nothing is said.
     """
     rule = "client kept up"
     spans = [r.finished_s - r.first_s for r in records if r.finished_s is not None and r.first_s is not None]
-    span_ms = 1e3 * (median(spans) or 0.0)
-    mean, late = max(MAX_LAG_MEAN_MS, 0.01 * span_ms), max(MAX_LAG_P99_MS, 0.1 * span_ms)
+    ttfts = [r.ttft_s for r in records if r.ttft_s is not None]
+    mean = max(MAX_LAG_MEAN_MS, 1e3 * min(0.01 * (median(spans) or 0.0), 0.05 * (median(ttfts) or 0.0)))
+    late = 10 * mean
     if lag.seconds < MIN_LAG_S:
         return Check(rule=rule, ok=None)
     return Check(
