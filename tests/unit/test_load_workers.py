@@ -310,7 +310,7 @@ def test_a_failing_server_is_given_up_across_workers(tmp_path: Path, tokenizer_d
 # -- workers that go, and loads that go ------------------------------------------------------------------------------
 
 LONG = (
-    "name: first, output_tokens: 100, requests: 12, concurrency: 4",
+    "name: first, output_tokens: 100, requests: 12, concurrency: 4, ramp_s: 0.4",
     "name: second, output_tokens: 8, requests: 4, concurrency: 4",
 )
 
