@@ -122,11 +122,11 @@ def recovery(rows: list[dict[str, object]], repeat: int) -> None:
     show(rows, "an unchanged recovery of the lab", timed(command, repeat) if up else None, 8.0, note)
 
 
-def staging(rows: list[dict[str, object]]) -> int:
-    """Staging beside the tools that copy, in a process of its own; its claims are kept with the others."""
+def apart(rows: list[dict[str, object]], script: str) -> int:
+    """A benchmark in a process of its own; its claims are kept with the others."""
     with tempfile.TemporaryDirectory() as scratch:
-        figures = Path(scratch) / "staging.json"
-        done = subprocess.run([sys.executable, "bench/staging.py", "--json", str(figures)], cwd=ROOT, check=False)
+        figures = Path(scratch) / "figures.json"
+        done = subprocess.run([sys.executable, f"bench/{script}", "--json", str(figures)], cwd=ROOT, check=False)
         if figures.is_file():
             rows += json.loads(figures.read_text())["claims"]
     return done.returncode
@@ -146,10 +146,12 @@ def main() -> int:
     print("\nthe stream client against httpx, in one run:")
     client = subprocess.run([sys.executable, "bench/load_client.py"], cwd=ROOT, check=False)
     print("\nstaging a model into RAM, with its proof, in one run:")
-    staged = staging(rows)
+    staged = apart(rows, "staging.py")
+    print("\nworker processes of a load against one process, in one run:")
+    shared = apart(rows, "workers.py")
     if arguments.json:
         Path(arguments.json).write_text(json.dumps({"schema": 1, "claims": rows}, indent=2) + "\n")
-    return 1 if client.returncode or staged or any(row["met"] is False for row in rows) else 0
+    return 1 if client.returncode or staged or shared or any(row["met"] is False for row in rows) else 0
 
 
 if __name__ == "__main__":
