@@ -58,7 +58,8 @@ _TREE: Dict[str, Any] = {
 def _drafted(algorithm: str, **more: Any) -> Dict[str, Any]:
     """Return a row of the EAGLE family: an algorithm with a draft model, its steps and its branching."""
     draft = ["--speculative-draft-model-path", "{draft_model}"]
-    return dict(_CHAIN, flags=["--speculative-algorithm", algorithm, *draft, *_STEPS], needs=["draft_model"], **more)
+    flags = ["--speculative-algorithm", algorithm, *draft, *_STEPS]
+    return {**_CHAIN, "flags": flags, "needs": ["draft_model"], **more}
 
 
 TABLE: Dict[str, Dict[str, Any]] = {
@@ -143,7 +144,12 @@ TABLE: Dict[str, Dict[str, Any]] = {
     "standalone": {
         "aliases": [],
         "dialect": "sglang",
-        "dialects": {"sglang": _drafted("STANDALONE", note="the draft is a smaller model of the same vocabulary")},
+        "dialects": {
+            # The engine holds nothing back for it, unlike for the rest of the family.
+            "sglang": _drafted(
+                "STANDALONE", note="the draft is a smaller model of the same vocabulary", reserved_tokens=0
+            ),
+        },
     },
     "nextn": {
         "aliases": ["mtp"],

@@ -31,7 +31,7 @@ NUMBERS = ("draft_tokens", "block_size", "tree_depth", "reserved_tokens")
         ("nextn", None, "nextn", (4, 4, 3, 4)),
         ("eagle", None, "eagle", (4, 4, 3, 4)),
         ("eagle3", None, "eagle3", (4, 4, 3, 4)),
-        ("standalone", None, "standalone", (4, 4, 3, 4)),
+        ("standalone", None, "standalone", (4, 4, 3, 0)),
         ("ngram", None, "ngram", (12, 12, 11, 0)),
     ],
 )

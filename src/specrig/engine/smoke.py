@@ -87,9 +87,13 @@ def limits_of(case: Case, limits: budget.Limits) -> budget.Limits:
     """The server's limits, with the larger of its own and the method's reserved tokens and block."""
     return msgspec.structs.replace(
         limits,
-        reserved_tokens=max(limits.reserved_tokens, case.reserved_tokens or 0),
-        block=max(limits.block, case.block_size or 0),
+        reserved_tokens=_larger(limits.reserved_tokens, case.reserved_tokens),
+        block=_larger(limits.block, case.block_size),
     )
+
+
+def _larger(*numbers: int | None) -> int | None:
+    return max((number for number in numbers if number is not None), default=None)
 
 
 def budget_row(case: Case, limits: budget.Limits) -> dict[str, Any]:
@@ -237,7 +241,7 @@ def ask(cases: Sequence[Case], tokenizers: dict[str, Any]) -> list[dict[str, Any
         try:
             info, models, model_info = told_by(client)
             rows += server_rows(first, info, models, model_info)
-            report = from_info(info or {}, _length(models))
+            report = from_info(info or {}, _length(models), first.env)
         except SpecrigError as error:
             return [gate("smoke", first, "fail", None, None, str(error))]
         for case in cases:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specrig.engine.limits import RESERVING, speculation
+from specrig.engine.limits import STEPPING, speculation
 from specrig.load.metrics import median
 from specrig.load.stream import Lag
 from specrig.load.windows import Steady, Stream, peak
@@ -64,7 +64,7 @@ def acceptance_bound(method: str | None, info: Mapping[str, Any] | None) -> int 
     if info is None or method is None or method == "autoregressive":
         return None
     spec = speculation(dict(info))
-    if spec.algorithm in RESERVING and spec.steps is not None:
+    if spec.algorithm in STEPPING and spec.steps is not None:
         return spec.steps + 1  # whatever its branching, a step of the draft adds one level
     chain = spec.budget is None and not method.startswith("ddtree")
     return (spec.draft_tokens or spec.block_size) if chain else spec.block_size

@@ -526,6 +526,7 @@ class Server:
             config.kv_tokens,
             config.method.reserved,
             truncate=bool(config.args["allow_auto_truncate"]),
+            page=config.page_size,
         )
         self._number += 1
         number = self._number

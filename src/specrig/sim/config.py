@@ -162,7 +162,8 @@ def _method(args: argparse.Namespace) -> Method:
     topk = args.speculative_eagle_topk or 1
     tokens = draft or (steps * topk + 1)
     name = "nextn" if algorithm == "NEXTN" else algorithm.lower()
-    return Method(name, algorithm, tokens, steps, None, max(topk * steps, tokens), tokens)
+    reserved = max(topk * steps, tokens) if name in ("eagle", "eagle3", "nextn", "frozen_kv_mtp") else 0
+    return Method(name, algorithm, tokens, steps, None, reserved, tokens)
 
 
 def _context(args: argparse.Namespace, model: dict[str, Any]) -> int:

@@ -33,7 +33,14 @@ class Verdict:
 
 
 def judge(
-    prompt: int, max_new: int | None, context: int, kv_tokens: int, reserved: int = 0, *, truncate: bool = False
+    prompt: int,
+    max_new: int | None,
+    context: int,
+    kv_tokens: int,
+    reserved: int = 0,
+    *,
+    truncate: bool = False,
+    page: int = 1,
 ) -> Verdict:
     """Apply the rules in SGLang's order.
 
@@ -44,6 +51,7 @@ def judge(
         kv_tokens: K, tokens of the KV pool.
         reserved: R, draft tokens taken off the window.
         truncate: the server runs with --allow-auto-truncate.
+        page: tokens of one KV page; a prompt takes whole ones, and one more is kept free.
 
     Raises:
         Refused: P + R >= C, or P + R + N > C.
@@ -74,5 +82,6 @@ def judge(
                 "shorter input or enable --allow-auto-truncate.",
             )
         prompt = longest - 1
-    room = min(limit - 2 - prompt, context - prompt - reserved)
+    pool = kv_tokens - -(-prompt // page) * page - page - 1
+    room = max(0, min(limit - 2 - prompt, pool, context - prompt - reserved))
     return Verdict(keep=prompt, new_tokens=room if max_new is None else min(max_new, room))

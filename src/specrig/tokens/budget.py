@@ -16,7 +16,7 @@ CLIP_MARGIN = 2
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server can take. None means unknown, and no rule that needs it is applied.
+    """What a server can take. None means unknown: a rule that needs it is applied only as far as it holds anyway.
 
     Attributes:
         context_length: C, the effective window in tokens.
@@ -25,31 +25,58 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         block: tokens of one draft block, kept free twice per running request.
         max_running: requests the server runs at once, as effective.
         page_size: tokens of one KV page.
+        max_input: the server's own `max_req_input_len`; where it is known, min(C, K) is not reckoned but taken from it.
+        new_tokens_limit: SGLANG_MAX_NEW_TOKENS_LIMIT of the server's environment; None where not known or not set.
+        total_below: P + R + N has to stay below C, as before SGLang 0.5.11; from then on it may equal C.
+        prefix_cache: prompts that begin alike share that part of the pool.
+        replicas: servers behind the address that share the requests, each with a pool of K (`dp_size`).
         auto_truncate: the server runs with --allow-auto-truncate.
         source: where the numbers come from, for people.
     """
 
     context_length: int
     kv_tokens: int | None = None
-    reserved_tokens: int = 0
-    block: int = 0
+    reserved_tokens: int | None = 0
+    block: int | None = 0
     max_running: int | None = None
-    page_size: int = 1
-    auto_truncate: bool = False
+    page_size: int | None = 1
+    max_input: int | None = None
+    new_tokens_limit: int | None = None
+    total_below: bool = False
+    prefix_cache: bool | None = None
+    replicas: int = 1
+    auto_truncate: bool | None = False
     source: str = "given"
 
     @property
     def room(self) -> int:
-        """min(C, K), C where K is unknown."""
+        """min(C, K), or what the server's own limit on a prompt says it is; C where K is unknown."""
+        if self.max_input is not None:
+            return self.max_input + INPUT_MARGIN
         return self.context_length if self.kv_tokens is None else min(self.context_length, self.kv_tokens)
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """What is not known, in words."""
+        names = {
+            "kv_tokens": "KV capacity",
+            "reserved_tokens": "tokens reserved for drafts",
+            "block": "draft block",
+            "max_running": "requests the server runs at once",
+            "page_size": "page size",
+            "auto_truncate": "whether prompts are cut silently",
+        }
+        return tuple(words for name, words in names.items() if getattr(self, name) is None)
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
     """The verdict on one shape.
 
     Attributes:
+        shared_tokens: leading tokens of the prompt that the pool holds once for all requests.
         fits: no problem was found.
-        problems: one line each, with the numbers.
+        problems: one line each, with the sum.
+        unknown: what is not known of the server, in words; rules that need it were not applied.
         outcome: what a server would do with one such request: ok, rejected (an error) or clipped (short, no error).
         effective_new_tokens: tokens that would be generated: N, fewer when clipped, 0 when rejected.
         longest_prompt: the largest P that fits with this N, headroom and concurrency; -1 = none.
@@ -59,21 +86,30 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     max_new_tokens: int
     concurrency: int | None
     headroom: int
+    shared_tokens: int
     limits: Limits
     fits: bool
     problems: tuple[str, ...]
+    unknown: tuple[str, ...]
     outcome: str
     effective_new_tokens: int
     longest_prompt: int
 
 
 def check(
-    prompt_tokens: int, max_new_tokens: int, limits: Limits, concurrency: int | None = 1, headroom: int = 0
+    prompt_tokens: int,
+    max_new_tokens: int,
+    limits: Limits,
+    concurrency: int | None = 1,
+    headroom: int = 0,
+    *,
+    shared_tokens: int = 0,
 ) -> Budget:
-    """Return whether `concurrency` requests of this shape fit, every rule that fails named with its numbers.
+    """Return whether `concurrency` requests of this shape fit, every rule that fails named with its sum.
 
-    Fits = P + R < C, P + R + N <= C, P <= min(C, K) - 7 and P + N <= min(C, K) - 2, the headroom added to every left
-    side; n * (P + N + 2 * block), each request rounded up to pages, <= K; n <= the requests that run at once; and the
+    Fits = P + R < C, P + R + N <= C (< C before SGLang 0.5.11), P <= min(C, K) - 7, P + N <= min(C, K) - 2, P in whole
+    pages + N + a page < K, the headroom added to every left side; N at most the server's cap; n * (P + N + 2 * block),
+    each request rounded up to pages and a shared prefix counted once, <= K; n <= the requests that run at once; and the
     server does not truncate by itself.
 
     Args:
@@ -82,90 +118,151 @@ def check(
         limits: what the server can take.
         concurrency: n, requests in flight; None (an open loop without a bound) checks one.
         headroom: tokens to keep free on top.
+        shared_tokens: leading tokens that all these prompts have in common; only whole pages of them are shared, and
+            only where the server is known to have its prefix cache on.
     """
-    p, n, c, r, h = prompt_tokens, max_new_tokens, limits.context_length, limits.reserved_tokens, headroom
+    p, n, h = prompt_tokens, max_new_tokens, headroom
     if p < 1 or n < 1 or h < 0 or (concurrency is not None and concurrency < 1):
         raise ValueError("prompt_tokens, max_new_tokens and concurrency start at 1, headroom at 0")
+    if not 0 <= shared_tokens <= p:
+        raise ValueError(f"shared_tokens {shared_tokens}; expected a part of the prompt's {p}")
+    page = limits.page_size or 1
+    shared = shared_tokens // page * page if limits.prefix_cache else 0
     rejected, clipped = _problems(p, n, limits, h)
-    problems = [*rejected, *clipped, *_load_problems(p, n, limits, concurrency or 1, h)]
+    problems = [*rejected, *clipped, *_load_problems(p, n, limits, concurrency or 1, h, shared)]
     if limits.auto_truncate:
         problems.append("the server runs with --allow-auto-truncate and would cut a prompt silently; start it without")
-    refuses = p + r >= c or p + r + n > c or p >= limits.room - INPUT_MARGIN
-    effective = 0 if refuses else min(n, limits.room - CLIP_MARGIN - p)
+    left = _left(p, n, limits)
     return Budget(
         prompt_tokens=p,
         max_new_tokens=n,
         concurrency=concurrency,
         headroom=h,
+        shared_tokens=shared,
         limits=limits,
         fits=not problems,
         problems=tuple(problems),
-        outcome="rejected" if refuses else "clipped" if effective < n else "ok",
-        effective_new_tokens=effective,
+        unknown=limits.unknown,
+        outcome="rejected" if left is None else "clipped" if left < n else "ok",
+        effective_new_tokens=left or 0,
         longest_prompt=longest_prompt(n, limits, concurrency, h),
     )
 
 
+def _left(p: int, n: int, limits: Limits) -> int | None:
+    """Return the tokens that the server would generate for one such request, None where it refuses it."""
+    c, r, room = limits.context_length, limits.reserved_tokens or 0, limits.room
+    if p + r >= c or p + r + n > c - limits.total_below or p >= room - INPUT_MARGIN:
+        return None
+    bounds = [n, room - CLIP_MARGIN - p]
+    if limits.new_tokens_limit is not None:
+        bounds.append(limits.new_tokens_limit)
+    if limits.kv_tokens is not None:
+        bounds.append(_pool(limits) - _paged(p, limits))
+    return max(min(bounds), 0)
+
+
 def longest_prompt(max_new_tokens: int, limits: Limits, concurrency: int | None = 1, headroom: int = 0) -> int:
-    """Return the largest P that `check` lets pass, or -1 where no prompt does."""
-    n, c, r = max_new_tokens, limits.context_length, limits.reserved_tokens
+    """Return the largest P that `check` lets pass without a shared prefix, or -1 where no prompt does."""
+    n, c, r = max_new_tokens, limits.context_length, limits.reserved_tokens or 0
     load = concurrency or 1
-    if limits.auto_truncate or (limits.max_running is not None and load > limits.max_running):
+    if (
+        limits.auto_truncate
+        or (limits.max_running is not None and load > limits.max_running)
+        or (limits.new_tokens_limit is not None and n > limits.new_tokens_limit)
+    ):
         return -1
     room = limits.room
-    bounds = [c - r - 1, c - r - n, room - INPUT_MARGIN - 1, room - CLIP_MARGIN - n]
+    bounds = [c - r - 1, c - r - n - limits.total_below, room - INPUT_MARGIN - 1, room - CLIP_MARGIN - n]
     if limits.kv_tokens is not None:
-        pages = limits.kv_tokens // (load * limits.page_size)
-        bounds.append(pages * limits.page_size - n - 2 * limits.block)
+        page = limits.page_size or 1
+        bounds.append((_pool(limits) - n) // page * page)
+        here = -(-load // limits.replicas)
+        bounds.append(limits.kv_tokens // (here * page) * page - n - 2 * (limits.block or 0))
     longest = min(bounds) - headroom
     return longest if longest >= 1 else -1
 
 
+def _paged(tokens: int, limits: Limits) -> int:
+    """Tokens rounded up to whole pages."""
+    page = limits.page_size or 1
+    return -(-tokens // page) * page
+
+
+def _pool(limits: Limits) -> int:
+    """What one prompt, in whole pages, and its answer may take of the empty pool: K less a page less 1."""
+    return (limits.kv_tokens or 0) - (limits.page_size or 1) - 1
+
+
 def _problems(p: int, n: int, limits: Limits, h: int) -> tuple[list[str], list[str]]:
-    """Return the lines of the rules a server rejects by, and of the one it clips by.
+    """Return the lines of the rules a server rejects by, and of those it shortens the answer by.
 
     A rule that only says again what another line says of the same limit is left out; whether there is any line at all
     is not changed by that.
     """
-    c, r, room = limits.context_length, limits.reserved_tokens, limits.room
+    c, r, room = limits.context_length, limits.reserved_tokens or 0, limits.room
     more = (f" + {r:,} reserved for drafts" if r else "") + (f" + {h:,} headroom" if h else "")
-    rejected: list[str] = []
-    clipped: list[str] = []
-    if p + r + h >= c:
-        rejected.append(f"prompt {_sum(p, more, p + r + h)} is not below the context length {c:,}: {_what(h)}rejected")
-    elif p + r + n + h > c:
-        total = p + r + n + h
-        rejected.append(
-            f"prompt {_sum(p, f' + {n:,} to generate{more}', total)} is {total - c:,} over the context length {c:,}: "
-            f"{_what(h)}rejected"
-        )
     extra = f" + {h:,} headroom" if h else ""
-    if p + h > room - INPUT_MARGIN - 1 and (room < c or not rejected):
+    end = _end(p, n, limits, h)
+    rejected: list[str] = []
+    most = c - limits.total_below
+    if p + r + h >= c:
+        rejected.append(f"prompt {_sum(p, more, p + r + h)} is not below the context length {c:,}: {end}")
+    elif p + r + n + h > most:
+        total = p + r + n + h
+        against = f"{most:,} (context length {c:,} - 1)" if limits.total_below else f"the context length {c:,}"
         rejected.append(
-            f"prompt {_sum(p, extra, p + h)} is over the longest input {room - INPUT_MARGIN - 1:,} "
-            f"({_room(limits)} - {INPUT_MARGIN + 1}): {_what(h)}rejected"
+            f"prompt {_sum(p, f' + {n:,} to generate{more}', total)} is {total - most:,} over {against}: {end}"
         )
-    if p + n + h > room - CLIP_MARGIN and not rejected:
-        left = max(room - CLIP_MARGIN - p - h, 0)
-        clipped.append(
-            f"prompt {_sum(p, f' + {n:,} to generate{extra}', p + n + h)} is over {room - CLIP_MARGIN:,} "
-            f"({_room(limits)} - {CLIP_MARGIN}): {_what(h)}clipped silently to {left:,} new tokens"
+    longest = room - INPUT_MARGIN - 1
+    if p + h > longest and (room < c or not rejected):
+        rejected.append(
+            f"prompt {_sum(p, extra, p + h)} is over the longest input {longest:,} "
+            f"({_room(limits)} - {INPUT_MARGIN + 1}): {end}"
         )
-    return rejected, clipped
+    return rejected, [] if rejected else _clip_problems(p, n, limits, h, end)
 
 
-def _load_problems(p: int, n: int, limits: Limits, load: int, h: int) -> list[str]:
+def _clip_problems(p: int, n: int, limits: Limits, h: int, end: str) -> list[str]:
+    """Return the line of the limit that shortens the answer most, and the one of the server's cap on answers."""
+    extra = f" + {h:,} headroom" if h else ""
+    problems = []
+    bound = limits.room - CLIP_MARGIN
+    page, paged = limits.page_size or 1, _paged(p + h, limits)
+    pool = _pool(limits)
+    if limits.kv_tokens is not None and pool - paged < min(n, bound - p - h):
+        problems.append(
+            f"prompt {_sum(p, extra, p + h)} in pages of {page:,} is {paged:,}, + {n:,} to generate = {paged + n:,} is "
+            f"over {pool:,} (KV capacity {limits.kv_tokens:,} - {page:,} - 1): {end}"
+        )
+    elif p + n + h > bound:
+        problems.append(
+            f"prompt {_sum(p, f' + {n:,} to generate{extra}', p + n + h)} is over {bound:,} "
+            f"({_room(limits)} - {CLIP_MARGIN}): {end}"
+        )
+    cap = limits.new_tokens_limit
+    if cap is not None and n > cap:
+        problems.append(f"{n:,} to generate is over SGLANG_MAX_NEW_TOKENS_LIMIT {cap:,} of the server: {end}")
+    return problems
+
+
+def _load_problems(p: int, n: int, limits: Limits, load: int, h: int, shared: int) -> list[str]:
     problems = []
     if limits.kv_tokens is not None:
-        each = p + n + 2 * limits.block + h
-        paged = -(-each // limits.page_size) * limits.page_size
-        if load * paged > limits.kv_tokens:
-            drafts = f" + 2 x {limits.block:,} draft block" if limits.block else ""
-            pages = f", in pages of {limits.page_size:,}" if limits.page_size > 1 else ""
+        block, page = limits.block or 0, limits.page_size or 1
+        each = _paged(p + n + 2 * block + h, limits)
+        here = -(-load // limits.replicas)
+        total = here * each - (here - 1) * shared
+        if total > limits.kv_tokens:
+            drafts = f" + 2 x {block:,} draft block" if block else ""
             room = f" + {h:,} headroom" if h else ""
+            pages = f", in pages of {page:,}" if page > 1 else ""
+            once = f" - {here - 1:,} x {shared:,} of the shared prefix" if shared and here > 1 else ""
+            split = f"{load:,} at once / {limits.replicas:,} replicas = " if limits.replicas > 1 else ""
+            most = max((limits.kv_tokens - shared) // max(each - shared, 1), 0) * limits.replicas
             problems.append(
-                f"{load:,} at once x (prompt {p:,} + {n:,} to generate{drafts}{room}{pages}) = {load * paged:,} is over"
-                f" the KV capacity of {limits.kv_tokens:,} tokens: at most {limits.kv_tokens // paged:,} at once"
+                f"{split}{here:,} at once x (prompt {p:,} + {n:,} to generate{drafts}{room}{pages}){once} = {total:,} "
+                f"is over the KV capacity of {limits.kv_tokens:,} tokens: at most {most:,} at once"
             )
     if limits.max_running is not None and load > limits.max_running:
         problems.append(
@@ -178,14 +275,22 @@ def _sum(p: int, more: str, total: int) -> str:
     return f"{p:,}{more} = {total:,}" if more else f"{p:,}"
 
 
-def _what(headroom: int) -> str:
-    return "without the headroom " if headroom else ""
+def _end(p: int, n: int, limits: Limits, headroom: int) -> str:
+    """What becomes of the request itself, which does not have the headroom that was asked for on top."""
+    left = _left(p, n, limits)
+    if left == n:
+        return "the server would take it, without that headroom"
+    what = "rejected" if left is None else f"clipped silently to {left:,} new tokens"
+    return f"{what}, also without the headroom" if headroom else what
 
 
 def _room(limits: Limits) -> str:
-    if limits.kv_tokens is not None and limits.kv_tokens < limits.context_length:
-        return f"KV capacity {limits.kv_tokens:,}"
-    return f"context length {limits.context_length:,}"
+    room = limits.room
+    if room == limits.kv_tokens and room != limits.context_length:
+        return f"KV capacity {room:,}"
+    if room == limits.context_length:
+        return f"context length {room:,}"
+    return f"the server's max_req_input_len {limits.max_input:,} + {INPUT_MARGIN}"
 
 
 class Repetition(msgspec.Struct, frozen=True, kw_only=True):

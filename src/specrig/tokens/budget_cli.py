@@ -85,6 +85,8 @@ def _limits(args: argparse.Namespace) -> list[Limits]:
     from specrig.tokens.limits import method_numbers
 
     given: dict[str, Any] = {}
+    if args.url and (args.context_length is not None or args.kv_tokens is not None):
+        given["max_input"] = None  # it is of the server's own window and pool
     if args.method:
         given["reserved_tokens"], given["block"] = method_numbers(*parse_method(args.method))
     if args.kv_tokens is not None:
@@ -179,11 +181,12 @@ def _budgets(args: argparse.Namespace, limits: list[Limits], lengths: tuple[int,
 
 def describe(limits: Limits) -> str:
     """Return the limits in words."""
-    kv = "KV capacity not known" if limits.kv_tokens is None else f"KV capacity {limits.kv_tokens:,}"
+    kv = "" if limits.kv_tokens is None else f", KV capacity {limits.kv_tokens:,}"
     reserved = f", {limits.reserved_tokens:,} reserved for drafts" if limits.reserved_tokens else ""
     running = "" if limits.max_running is None else f", {limits.max_running:,} at once"
     source = f" (from the {limits.source})" if limits.source == "server" else ""
-    return f"context {limits.context_length:,}, {kv}{reserved}{running}{source}"
+    unknown = f"; not known: {', '.join(limits.unknown)}" if limits.unknown else ""
+    return f"context {limits.context_length:,}{kv}{reserved}{running}{source}{unknown}"
 
 
 def _show(budget: Budget) -> None:

@@ -122,6 +122,8 @@ def _limits(
         if getattr(args, name) is not None:
             given[name] = getattr(args, name)
     if args.url:
+        if args.context_length is not None or args.kv_tokens is not None:
+            given["max_input"] = None  # it is of the server's own window and pool
         from specrig.engine.client import EngineClient
         from specrig.engine.limits import from_server
 
