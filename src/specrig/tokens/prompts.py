@@ -83,31 +83,43 @@ _STEPS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prompt:
-    """One prompt.
+class AnyPrompt:
+    """One prompt, which a tokenizer may not have seen.
 
     Attributes:
-        id: equal for equal prompts, over all methods, launches and runs.
-        ids: token ids after the chat template, what the native API is sent.
+        id: equal for equal prompts, over all methods, launches and runs that have a tokenizer, or that have none.
+        ids: token ids after the chat template, what the native API is sent; None = not known.
         messages: the same as chat messages; None where the prompt is plain text.
-        text: the templated text, what a completions API is sent.
+        text: the templated text, what a completions API is sent; None = not known.
         tokens: len(ids).
-        periodic: a phrase tiled; acceptance on it says little about real text.
-        question_tokens: tokens of the question inside the prompt.
         category: of the question, where there is one.
         session, turn: of an agentic prompt; else None.
     """
 
     id: str
-    ids: list[int]
+    ids: list[int] | None
     messages: tuple[Message, ...] | None
+    text: str | None
+    tokens: int | None
+    category: str | None = None
+    session: int | None = None
+    turn: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt(AnyPrompt):
+    """One prompt that the model's tokenizer has counted.
+
+    Attributes:
+        periodic: a phrase tiled; acceptance on it says little about real text.
+        question_tokens: tokens of the question inside the prompt.
+    """
+
+    ids: list[int]
     text: str
     tokens: int
     periodic: bool
     question_tokens: int
-    category: str | None = None
-    session: int | None = None
-    turn: int | None = None
 
 
 class _Source:
@@ -185,7 +197,7 @@ class PromptFactory:
     """Builds prompts by index: a pure function of its arguments and the corpora.
 
     Args:
-        tokenizer: the model's.
+        tokenizer: the model's; None makes no prompt but those of :meth:`own`.
         kind: questions, prose, code, repeat, agentic, or the path of a .jsonl file.
         tokens: exact length after the chat template; None = the prompt's own (questions and .jsonl only).
             For agentic prompts the length of the last turn; turn t of T has round(tokens * (t + 1) / T).
@@ -202,7 +214,7 @@ class PromptFactory:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         kind: str,
         tokens: int | None,
         seed: int = 1,
@@ -215,7 +227,7 @@ class PromptFactory:
         phrase: str | None = None,
         base: Path | None = None,
     ) -> None:
-        self.tokenizer = tokenizer
+        self._tokenizer = tokenizer
         self.kind = kind
         self.tokens = tokens
         self.seed = seed
@@ -234,6 +246,19 @@ class PromptFactory:
             raise UsageError("prompts: saw agentic for an API without chat; expected a kind without turns")
         self._rows = read_jsonl((base or Path()) / kind) if rows else ()
         self._sessions: dict[int, list[Prompt]] = {}
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer.
+
+        Raises:
+            UsageError: none was given.
+        """
+        if self._tokenizer is None:
+            raise UsageError(
+                f"prompts {self.kind} cannot be cut to a length without the model's tokenizer; give --tokenizer DIR"
+            )
+        return self._tokenizer
 
     @property
     def periodic(self) -> bool:
@@ -256,6 +281,32 @@ class PromptFactory:
         if self._rows:
             return self._row(index)
         return self._passage(index)
+
+    def own(self, index: int) -> AnyPrompt:
+        """Return prompt `index` at its own length, as :meth:`build` makes it there, but not tokenized.
+
+        Raises:
+            UsageError: a length is asked for, or the kind has none of its own.
+        """
+        if self.tokens is not None:
+            raise UsageError(f"prompts {self.kind} of {self.tokens} tokens have no length of their own")
+        category = None
+        if self._rows:
+            tag, ask, wrap = self._asked_row(index)
+        else:
+            tag, ask, category = self._asked_question(index)
+            wrap = self._messages
+        messages = wrap(f"{tag}{ask}")
+        text = str(messages[-1]["content"])
+        digest = hashlib.sha256(json.dumps([messages, self.thinking, self.templated]).encode()).hexdigest()[:12]
+        return AnyPrompt(
+            id=f"{'jsonl' if self._rows else self.kind}-{digest}",
+            ids=None,
+            messages=messages if self.templated else None,
+            text=None if self.templated else text,
+            tokens=None,
+            category=category,
+        )
 
     def session(self, index: int) -> list[Prompt]:
         """Return the prompts of agentic session `index`, one a turn; of other kinds the one prompt."""
@@ -293,26 +344,29 @@ class PromptFactory:
         return self._cut(index, target, source, start, head, tail, ask)
 
     def _question(self, index: int) -> Prompt:
-        everything = corpus.questions()
-        order = list(range(len(everything)))
-        random.Random(f"specrig/questions/{self.seed}").shuffle(order)
-        tag = self._tag(index)
         tried = []
-        for step in range(len(order)):
-            question = everything[order[(index + step) % len(order)]]
-            label = f"Question {index + 1}: " if self.tokens is not None or index >= len(order) else ""
-            ask = f"{label}{question.text}"
-            bare = self._finish(self._messages(f"{tag}{ask}"), ask, question.category)
+        for step in range(len(corpus.questions())):
+            tag, ask, category = self._asked_question(index, step)
+            bare = self._finish(self._messages(f"{tag}{ask}"), ask, category)
             if self.tokens is None or bare.tokens == self.tokens:
                 return bare
             tried.append(bare.tokens)
-            found = self._around(index, self.tokens, tag, ask, question.category, bare.tokens)
+            found = self._around(index, self.tokens, tag, ask, category, bare.tokens)
             if found is not None:
                 return found
         raise UsageError(
             f"prompt_tokens: {self.tokens} asked for prompts questions; the shortest has {min(tried)} after the chat "
             f"template, and any text before it takes two more; expected {min(tried) + 8} or more"
         )
+
+    def _asked_question(self, index: int, step: int = 0) -> tuple[str, str, str | None]:
+        """Return the tag, the text and the category of the question that is `step` after prompt `index`'s own."""
+        everything = corpus.questions()
+        order = list(range(len(everything)))
+        random.Random(f"specrig/questions/{self.seed}").shuffle(order)
+        question = everything[order[(index + step) % len(order)]]
+        label = f"Question {index + 1}: " if self.tokens is not None or index >= len(order) else ""
+        return self._tag(index), f"{label}{question.text}", question.category
 
     def _around(
         self, index: int, target: int, tag: str, ask: str, category: str | None, bare: int, before: Wrap | None = None
@@ -333,18 +387,21 @@ class PromptFactory:
         except UsageError:
             return None
 
-    def _row(self, index: int) -> Prompt:
+    def _asked_row(self, index: int) -> tuple[str, str, Wrap]:
+        """Return the tag and the text of the last message of prompt `index`'s row, and what puts the others before."""
         messages = self._rows[index % len(self._rows)]
         again = f"(Request {index + 1}) " if index >= len(self._rows) else ""
-        tag = self._tag(index)
         earlier, last = messages[:-1], messages[-1]
-        ask = f"{again}{last['content']}"
 
         def before(text: str) -> tuple[Message, ...]:
             if not self.templated:
                 return ({"role": "user", "content": "\n\n".join([*(str(m["content"]) for m in earlier), text])},)
             return (*earlier, {"role": "user", "content": text})
 
+        return self._tag(index), f"{again}{last['content']}", before
+
+    def _row(self, index: int) -> Prompt:
+        tag, ask, before = self._asked_row(index)
         bare = self._finish(before(f"{tag}{ask}"), ask)
         if self.tokens is None or bare.tokens == self.tokens:
             return bare
@@ -562,7 +619,9 @@ def _source(tokenizer: Tokenizer, kind: str, phrase: str) -> _Source:
     return found
 
 
-def for_cell(tokenizer: Tokenizer, cell: Cell, base: Path | None = None, *, tokens: int | None = None) -> PromptFactory:
+def for_cell(
+    tokenizer: Tokenizer | None, cell: Cell, base: Path | None = None, *, tokens: int | None = None
+) -> PromptFactory:
     """Return the factory of a cell's prompts; `base` is the folder that a .jsonl path is relative to.
 
     `tokens` is another length than the cell's own, for requests that have each their own.
