@@ -240,12 +240,13 @@ def requests_frame(rows: list[Row]) -> pd.DataFrame:
     """The frame of normalised request rows, with the columns and types that every reader relies on."""
     import pandas as pd
 
-    frame = pd.DataFrame.from_records(rows, columns=[*_TEXTS, *_NUMBERS, "ok", "reads", "output_ids"])
+    frame = pd.DataFrame.from_records(rows, columns=[*_TEXTS, *_NUMBERS, "ok", "eos_known", "reads", "output_ids"])
     for name in _NUMBERS:
         frame[name] = frame[name].astype("float64")
     for name in ("launch", "block", "index"):
         frame[name] = frame[name].astype("int64")
     frame["ok"] = frame["ok"].astype("bool")
+    frame["eos_known"] = frame["eos_known"].astype("bool")
     for name in [*_TEXTS, "reads", "output_ids"]:
         frame[name] = frame[name].astype("object").where(frame[name].notna(), None)
     return frame
@@ -305,7 +306,7 @@ def _request(raw: Row, wrong: Counter[str]) -> Row | None:
     index = _number(raw.get("index"))
     if cell is None or index is None:
         return None
-    row: Row = {"ok": raw.get("ok") is True}
+    row: Row = {"ok": raw.get("ok") is True, "eos_known": raw.get("eos_known") is not False}
     for name in _TEXTS:
         row[name] = _text(raw.get(name))
         if row[name] is None and raw.get(name) is not None:

@@ -219,6 +219,7 @@ def _post_eos(rows: list[Row], limit: float) -> Check:
 
 def post_eos_share(rows: list[Row]) -> float | None:
     """Tokens after the first end-of-sequence token over all output tokens; None where nobody could have seen one."""
+    rows = [row for row in rows if row["eos_known"]]
     if all(row["output_ids"] is None and not _known(row["first_eos"]) for row in rows):
         return None
     total = after = 0.0

@@ -195,8 +195,10 @@ class Decoder:
         finish_reason: the server's, null until it gave one.
         error: one of ``server_error``, ``abort``, ``protocol``; null while all is well.
         message: the server's own words with an error.
-        token_source: ``server`` (its running count), ``ids`` or ``tokenizer``.
-        trace_source: where ``k`` came from: ``server``, ``ids`` or ``tokenizer``.
+        token_source: ``server`` (its running count), ``ids`` or ``tokenizer``; ``unknown`` where nothing could count,
+            and every ``k`` is then 0.
+        trace_source: where ``k`` came from: ``server``, ``ids`` or ``tokenizer``, or ``characters``: a total shared by
+            the length of the texts.
     """
 
     def __init__(self, count_text: Callable[[str], int] | None = None) -> None:
@@ -381,8 +383,9 @@ class OpenAiDecoder(Decoder):
     """The OpenAI routes: chat completions and completions.
 
     Where the server sends usage with every chunk, its count is the trace. Where usage comes at the end only, the
-    total is the server's and the chunks share it by the tokenizer's count of their texts. Where no usage comes at
-    all, the tokenizer counts, and ``token_source`` says so: nothing that was merely requested is ever credited.
+    total is the server's and the chunks share it by the tokenizer's count of their texts, or by their characters where
+    there is no tokenizer. Where no usage comes at all, the tokenizer counts, and ``token_source`` says so: nothing that
+    was merely requested is ever credited.
     """
 
     _decode = msgspec.json.Decoder(_OpenAi)
@@ -459,7 +462,7 @@ class OpenAiDecoder(Decoder):
         return self._tokens or len(self._pieces)
 
     def finish(self) -> None:
-        """Settle the total and the trace from the final usage or the tokenizer."""
+        """Settle the total and the trace from the final usage or the tokenizer; without both they stay unknown."""
         usage = self._usage
         if usage is not None:
             self.prompt_tokens = usage.prompt_tokens
@@ -475,15 +478,19 @@ class OpenAiDecoder(Decoder):
                 else:
                     self._fail("protocol", f"usage says {total} tokens, the running count {self._tokens}")
             return
-        counts = [self._count_text(piece) for _, piece in self._pieces] if self._count_text else []
         total = usage.completion_tokens if usage is not None else None
-        self.trace_source = "tokenizer"
+        count = self._count_text
+        self.trace_source = "characters" if count is None else "tokenizer"
         if total is None:
+            if count is None:
+                self.token_source = self.trace_source = "unknown"
+                self.t, self.k = [t for t, _ in self._pieces], [0] * len(self._pieces)
+                return
             self.token_source = "tokenizer"
-            whole = "".join(piece for _, piece in self._pieces)
-            total = self._count_text(whole) if self._count_text else 0
+            total = count("".join(piece for _, piece in self._pieces))
+        counts = [(count or len)(piece) for _, piece in self._pieces]
         if self._pieces and total:
-            self.t, self.k = _share(total, [t for t, _ in self._pieces], counts or [1] * len(self._pieces))
+            self.t, self.k = _share(total, [t for t, _ in self._pieces], counts)
         self._tokens = total
 
 

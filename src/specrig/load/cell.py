@@ -12,7 +12,7 @@ import dataclasses
 import datetime
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -34,7 +34,7 @@ from specrig.model.record import CellRow, Check, ChunkTrace, Request, Window
 from specrig.tokens.budget import Limits
 from specrig.tokens.budget import check as budget_check
 from specrig.tokens.plan import claim_problems, template_tokens
-from specrig.tokens.prompts import Prompt, for_cell
+from specrig.tokens.prompts import AnyPrompt, for_cell
 from specrig.tokens.tokenizer import Tokenizer
 from specrig.tokens.trace import Row, rows_of
 
@@ -71,12 +71,16 @@ class Control(Protocol):
     def flush_cache(self, timeout_s: float | None = None) -> None:
         """Empty the prefix cache, or raise EngineError."""
 
+    def tokenize(self, *, messages: Sequence[Mapping[str, Any]], chat_template_kwargs: Mapping[str, Any]) -> list[int]:
+        """The ids that the server makes of messages, or raise EngineError."""
+
 
 @dataclass(kw_only=True)
 class Context:
     """What the cells of one launch share.
 
     Attributes:
+        tokenizer: the model's; null = prompts have their own length, and what it would count is unknown.
         origin: the reading of the client's clock that is time 0 of the records.
         sglang: the server answers ``/server_info``; only then its control calls are used.
         limits: what the server can take; null = not known, and no cell is skipped for it.
@@ -89,7 +93,7 @@ class Context:
 
     client: StreamClient
     control: Control
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
     sink: Sink
     run: str
     launch: int
@@ -112,7 +116,7 @@ class Context:
 @dataclass(kw_only=True)
 class _Job(Item):
     prompt_id: str
-    prompt_tokens: int
+    prompt_tokens: int | None
     output_tokens: int
     session: int | None
     turn: int | None
@@ -168,7 +172,7 @@ async def run_cell(cell: Cell, context: Context) -> CellRow:
 
     try:
         trace = rows_of(cell, context.base)
-        prompts = _prompts(cell, context, trace)
+        prompts = await _prompts(cell, context, trace)
         jobs = [
             [
                 _job(
@@ -180,15 +184,18 @@ async def run_cell(cell: Cell, context: Context) -> CellRow:
         ]
     except SpecrigError as error:
         return row("failed", f"its prompts cannot be made: {error}")
-    if cell.tokens_per_repetition is not None:
-        around = prompts[0][0].question_tokens + template_tokens(for_cell(context.tokenizer, cell, context.base))
+    if cell.tokens_per_repetition is not None and context.tokenizer is not None:
+        factory = for_cell(context.tokenizer, cell, context.base)
+        around = factory.build(0).question_tokens + template_tokens(factory)
         if wrong := claim_problems(cell, context.tokenizer, context.limits, around):
             return row("skipped", "; ".join(wrong))
     if context.limits is not None:
-        most = max((job for session in jobs for job in session), key=lambda job: job.prompt_tokens + job.output_tokens)
-        fit = budget_check(most.prompt_tokens, most.output_tokens, context.limits, cell.concurrency)
-        if not fit.fits:
-            return row("skipped", "does not fit: " + "; ".join(fit.problems))
+        sizes = [(job.prompt_tokens, job.output_tokens) for session in jobs for job in session]
+        known = [(prompt, output) for prompt, output in sizes if prompt is not None]
+        if known:
+            fit = budget_check(*max(known, key=sum), context.limits, cell.concurrency)
+            if not fit.fits:
+                return row("skipped", "does not fit: " + "; ".join(fit.problems))
     if context.stop.is_set():
         return row("aborted", "interrupted before its first request")
     info = await _info(context)
@@ -199,7 +206,7 @@ async def run_cell(cell: Cell, context: Context) -> CellRow:
     asked = rules.asked_for(cell, info)
     if asked.ok is False:
         return row("failed", rules.verdict([asked]), method=method, tp=tp, checks=[asked])
-    known = {"method": method, "tp": tp}
+    said = {"method": method, "tp": tp}
     workers = 1 if context.workers is None else worker_count(context.workers_asked, connections(cell))
 
     try:
@@ -215,12 +222,12 @@ async def run_cell(cell: Cell, context: Context) -> CellRow:
             await context.client.open(connections(cell) + 1)
     except (EngineError, WorkerError) as error:
         if context.stop.is_set():
-            return row("aborted", "interrupted before its first request", **known)
-        return row("failed", str(error), **known)
+            return row("aborted", "interrupted before its first request", **said)
+        return row("failed", str(error), **said)
     except (OSError, TimeoutError) as error:
-        return row("failed", f"cannot connect to {context.client.url}: {error}", **known)
+        return row("failed", f"cannot connect to {context.client.url}: {error}", **said)
     if context.stop.is_set():
-        return row("aborted", "interrupted before its first request", warmup=warmup, **known)
+        return row("aborted", "interrupted before its first request", warmup=warmup, **said)
 
     outcome = _Outcome()
     started = clock()
@@ -233,13 +240,19 @@ async def run_cell(cell: Cell, context: Context) -> CellRow:
             with contextlib.suppress(asyncio.CancelledError):
                 await watch
     wall = clock() - started
-    return _judge(cell, context, outcome, lag, workers, info, await _info(context), known, row, warmup, wall)
+    return _judge(cell, context, outcome, lag, workers, info, await _info(context), said, row, warmup, wall)
 
 
 # -- before ---------------------------------------------------------------------------------------------------------
 
 
-def _prompts(cell: Cell, context: Context, trace: Sequence[Row]) -> list[list[Prompt]]:
+async def _prompts(cell: Cell, context: Context, trace: Sequence[Row]) -> Sequence[Sequence[AnyPrompt]]:
+    if context.tokenizer is None:
+        factory = for_cell(None, cell, context.base)
+        own = [factory.own(index) for index in range(cell.requests)]
+        if cell.api == "sglang":
+            own = await _apart(context, lambda: [_with_ids(prompt, cell, context.control) for prompt in own])
+        return [[prompt] for prompt in own]
     if trace:
         sized = {
             tokens: for_cell(context.tokenizer, cell, context.base, tokens=tokens)
@@ -250,14 +263,21 @@ def _prompts(cell: Cell, context: Context, trace: Sequence[Row]) -> list[list[Pr
     return factory.sessions(cell.requests)
 
 
-def _numbered(cell: Cell, prompts: Sequence[Sequence[Prompt]]) -> list[list[tuple[int, Prompt]]]:
+def _with_ids(prompt: AnyPrompt, cell: Cell, control: Control) -> AnyPrompt:
+    """The prompt with the ids that the server's own tokenizer and chat template make of it."""
+    assert prompt.messages is not None
+    ids = control.tokenize(messages=prompt.messages, chat_template_kwargs={"enable_thinking": cell.sampling.thinking})
+    return dataclasses.replace(prompt, ids=ids, tokens=len(ids))
+
+
+def _numbered(cell: Cell, prompts: Sequence[Sequence[AnyPrompt]]) -> list[list[tuple[int, AnyPrompt]]]:
     turns = cell.turns or 1
     return [
         [(session * turns + turn, prompt) for turn, prompt in enumerate(row)] for session, row in enumerate(prompts)
     ]
 
 
-def _ask(cell: Cell, prompt: Prompt, max_tokens: int, rid: str, ids: list[int] | None = None) -> Ask:
+def _ask(cell: Cell, prompt: AnyPrompt, max_tokens: int, rid: str, ids: list[int] | None = None) -> Ask:
     sampling = {
         name: value for name, value in (("top_p", cell.sampling.top_p), ("top_k", cell.sampling.top_k)) if value
     }
@@ -274,7 +294,7 @@ def _ask(cell: Cell, prompt: Prompt, max_tokens: int, rid: str, ids: list[int] |
     )
 
 
-def _job(cell: Cell, context: Context, prompt: Prompt, index: int, output_tokens: int) -> _Job:
+def _job(cell: Cell, context: Context, prompt: AnyPrompt, index: int, output_tokens: int) -> _Job:
     rid = f"{cell.id}-{context.launch}-{index}-{secrets.token_hex(4)}"
     try:
         body = request_body(cell.api, cell.model, _ask(cell, prompt, output_tokens, rid))
@@ -387,7 +407,7 @@ async def _busy(context: Context) -> tuple[int, int] | None:
     return None if ranks is None else (ranks.running, ranks.waiting)
 
 
-async def _warm_up(cell: Cell, context: Context, prompt: Prompt) -> dict[str, Any] | None:
+async def _warm_up(cell: Cell, context: Context, prompt: AnyPrompt) -> dict[str, Any] | None:
     """Have the server meet the cell's shapes before they count: its prompt length, and its number at once.
 
     One request has the cell's own prompt length, the others are short; all answers are. Their prompts are the first
@@ -402,18 +422,18 @@ async def _warm_up(cell: Cell, context: Context, prompt: Prompt) -> dict[str, An
     begun = clock()
     exchanges = []
     for number in range(count):
-        ids = prompt.ids if number == 0 else prompt.ids[: max(8, min(WARMUP_SHORT_PROMPT + number, prompt.tokens))]
+        ids = prompt.ids if number == 0 or prompt.ids is None else prompt.ids[: WARMUP_SHORT_PROMPT + number]
         changed = prompt
-        if cell.cache != "flush":
+        if ids is not None and cell.cache != "flush":
             ids = ids[::-1]
-        if cell.api == "openai-chat" and (number or cell.cache != "flush"):
-            words = " ".join(["warm up"] * (max(1, len(ids) // 2)))
-            changed = Prompt(
-                id="", ids=[], messages=({"role": "user", "content": words},), text=words, tokens=0, periodic=True,
-                question_tokens=0,
-            )  # fmt: skip
+        if (cell.api == "openai-chat" or ids is None) and (number or cell.cache != "flush"):
+            size = len(ids) if ids is not None else _guess(prompt, WARMUP_SHORT_PROMPT if number else None)
+            words = " ".join(["warm up"] * (max(1, size // 2)))
+            changed = AnyPrompt(
+                id="", ids=None, messages=({"role": "user", "content": words},), text=words, tokens=None
+            )
         rid = f"warmup-{cell.id}-{secrets.token_hex(4)}"
-        body = request_body(cell.api, cell.model, _ask(cell, changed, tokens, rid, list(ids)))
+        body = request_body(cell.api, cell.model, _ask(cell, changed, tokens, rid, ids))
         payload = context.client.frame("POST", path, body)
         exchanges.append(context.client.exchange(payload, make_decoder(cell.api), context.timeouts))
     done = await asyncio.gather(*exchanges)
@@ -428,6 +448,11 @@ async def _warm_up(cell: Cell, context: Context, prompt: Prompt) -> dict[str, An
         "seconds": round(clock() - begun, 6),
         "error": bad[0].message if bad else None,
     }
+
+
+def _guess(prompt: AnyPrompt, most: int | None) -> int:
+    """About how many tokens a prompt has that nobody has counted, `most` at most: enough for a warm-up."""
+    return len((prompt.text or "".join(str(row["content"]) for row in prompt.messages or ()))[: most and 4 * most]) // 4
 
 
 # -- the measured part ----------------------------------------------------------------------------------------------
@@ -457,6 +482,7 @@ async def _load(
 ) -> Lag:
     """Make every request of the cell, in closed or open loop, here or in the worker processes."""
     by_index = {job.index: job for session in jobs for job in session}
+    count = context.tokenizer.count if context.tokenizer is not None else None
 
     def give(done: Done) -> None:
         _keep(cell, context, outcome, by_index[done.index], done, method, tp)
@@ -467,7 +493,8 @@ async def _load(
     if context.workers is not None and workers > 1:
 
         def count_and_give(done: Done) -> None:
-            done.decoder.recount(context.tokenizer.count)
+            if count is not None:
+                done.decoder.recount(count)
             give(done)
 
         lag, outcome.lost = await context.workers.run(plan.origin(), count_and_give, over)
@@ -485,7 +512,7 @@ async def _load(
             give,
             context.stop,
             over,
-            context.tokenizer.count,
+            count,
         )
     finally:
         lag = context.client.stop_lag()
@@ -504,7 +531,7 @@ def _keep(
     decoder = done.decoder
     record = _record(cell, context, job, done, method, tp)
     outcome.records.append(record)
-    if decoder.t:
+    if decoder.t and any(decoder.k):
         t = [round(moment - context.origin, 6) for moment in decoder.t]
         context.sink.append_chunks(ChunkTrace(cell=cell.id, launch=context.launch, index=job.index, t=t, k=decoder.k))
         if record.ok:
@@ -536,7 +563,7 @@ def _record(
     error, words = done.error, done.message
     reason = decoder.finish_reason
     asked = job.output_tokens
-    if error is None and cell.stop == "length" and decoder.token_source != "tokenizer" and tokens != asked:
+    if error is None and cell.stop == "length" and decoder.token_source in ("server", "ids") and tokens != asked:
         error = "short" if tokens < asked else "count"
         words = f"{tokens} of {asked} tokens, finish_reason {reason}"
     elif error is None and reason is None:
@@ -550,7 +577,9 @@ def _record(
     def since(moment: float | None) -> float | None:
         return None if moment is None or sent is None else round(moment - sent, 6)
 
-    rate = decode_rate(t, k)
+    counted = decoder.token_source != "unknown"
+    eos = context.tokenizer.eos_ids if context.tokenizer is not None else frozenset()
+    rate = decode_rate(t, k) if counted else None
     reads = {}
     for length in (length for length in cell.read_at if length <= asked):
         read = None if sent is None else read_at(t, k, sent, length, decoder.verify_steps, decoder.correct_drafts)
@@ -575,7 +604,7 @@ def _record(
         finish_reason=reason,
         prompt_tokens=decoder.prompt_tokens,
         prompt_tokens_asked=job.prompt_tokens,
-        output_tokens=tokens if done.status == 200 else None,
+        output_tokens=tokens if done.status == 200 and counted else None,
         output_tokens_asked=asked,
         token_source=decoder.token_source if t else None,
         trace_source=decoder.trace_source if t else None,
@@ -583,7 +612,7 @@ def _record(
         sent_s=at(sent),
         first_s=at(t[0]) if t else None,
         finished_s=at(t[-1]) if t else None,
-        first_chunk_tokens=k[0] if k else None,
+        first_chunk_tokens=k[0] if k and counted else None,
         ttft_s=since(t[0]) if t else None,
         ttfa_s=since(answer_t),
         e2e_s=since(t[-1]) if t else None,
@@ -591,7 +620,8 @@ def _record(
         tpot_s=1 / rate if rate else None,
         itl_mean_s=1 / rate if rate else None,
         chunks=len(t),
-        first_eos=first_eos(decoder.output_ids, context.tokenizer.eos_ids),
+        first_eos=first_eos(decoder.output_ids, eos),
+        eos_known=bool(eos),
         cached_tokens=decoder.cached_tokens,
         verify_steps=decoder.verify_steps,
         correct_drafts=decoder.correct_drafts,

@@ -137,12 +137,13 @@ def record_checks(cell: Cell, records: Sequence[Request], method: str | None, bo
     if cell.stop == "length":
         rows.append(_all_equal("finish reason is length", [r.finish_reason for r in records], "length"))
         rows.append(_pairs("output tokens as asked", [(r.output_tokens, r.output_tokens_asked) for r in records]))
-    counted = [r for r in records if r.token_source == "tokenizer"]
+    counted = [r for r in records if r.token_source in ("tokenizer", "unknown")]
+    by = "the tokenizer" if any(r.token_source == "tokenizer" for r in counted) else "nobody"
     rows.append(
         Check(
             rule="token count is the server's",
             ok=not counted,
-            seen=f"{len(counted)} counted by the tokenizer: the server sent no usage" if counted else None,
+            seen=f"{len(counted)} counted by {by}: the server sent no usage" if counted else None,
             expected="the server's count" if counted else None,
         )
     )
@@ -210,7 +211,7 @@ def _speculation(method: str | None, records: Sequence[Request]) -> Check:
 def _post_eos(cell: Cell, records: Sequence[Request]) -> Check:
     rule = "share of tokens after the first end of sequence"
     limit = f"at most {MAX_POST_EOS_SHARE:.0%}"
-    if cell.stop != "length" or all(r.output_ids is None for r in records):
+    if cell.stop != "length" or all(r.output_ids is None or not r.eos_known for r in records):
         return Check(rule=rule, ok=None, expected=limit)
     total = sum(r.output_tokens or 0 for r in records)
     after = sum((r.output_tokens or 0) - r.first_eos - 1 for r in records if r.first_eos is not None)

@@ -17,7 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("sweep", metavar="SWEEP", help="the sweep, a YAML file")
     add("--url", required=True, help="the server, http://HOST:PORT")
-    add("--tokenizer", required=True, metavar="DIR", help="the folder of the served model's tokenizer")
+    add(
+        "--tokenizer", metavar="DIR", help="the folder of the served model's tokenizer; needed for exact prompt lengths"
+    )
     add("--out", required=True, metavar="RUN", help="the run folder")
     add("--profile", metavar="NAME", help="the profile that is served, where the run was planned with profiles")
     add("--launch", type=int, default=None, metavar="N", help="which server start this is, from 0 (0)")

@@ -22,8 +22,10 @@ class Read(msgspec.Struct, frozen=True, kw_only=True):
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One line of requests.jsonl: one request, good or bad. Names and formulas as in docs/load.md.
 
-    `token_source` is where the output count comes from: server, ids or tokenizer; `trace_source` is the same for the
-    chunks' counts; `method` is the label (`ddtree-b15`); `queue_s` and `server_accept_length` are the server's own.
+    `token_source` is where the output count comes from: server, ids or tokenizer (unknown: nothing could count);
+    `trace_source` is the same for the chunks' counts, or characters; `eos_known` is false where no tokenizer said which
+    ids end a sequence, and `first_eos` then tells nothing; `method` is the label (`ddtree-b15`); `queue_s` and
+    `server_accept_length` are the server's own.
     """
 
     schema: int = SCHEMA
@@ -58,6 +60,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     itl_mean_s: float | None = None
     chunks: int | None = None
     first_eos: int | None = None
+    eos_known: bool = True
     cached_tokens: int | None = None
     verify_steps: int | None = None
     correct_drafts: int | None = None

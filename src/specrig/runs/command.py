@@ -52,7 +52,7 @@ def _load(args: argparse.Namespace, control: EngineClient) -> int:
     sweep = load_sweep(Path(args.sweep))
     reason = args.reason or os.environ.get("SPECRIG_REASON")
     api_key = args.api_key or os.environ.get("SPECRIG_API_KEY")
-    tokenizer = tokenizers.load(args.tokenizer)
+    tokenizer = tokenizers.load(args.tokenizer) if args.tokenizer else None
     folder = Path(args.out)
     info, limits = _ask(control)
     models, model_info = _ask_more(control)
@@ -77,6 +77,8 @@ def _load(args: argparse.Namespace, control: EngineClient) -> int:
         opened = None
         cells = expand(sweep, None)
     chosen = _choose(cells, args)
+    if tokenizer is None:
+        _need_no_tokenizer(chosen, control)
     launch, block = _launch(opened, args)
     with opened or RunFolder.create(folder, describe(sweep, cells, tokenizer, reason)) as run, run.lock():
         if opened is not None:
@@ -190,6 +192,39 @@ def _choose(cells: Sequence[Cell], args: argparse.Namespace) -> list[Cell]:
             raise UsageError(f"--cells {missing[0]}: no such cell here; expected ids such as {next(iter(by_id))}")
         chosen = [by_id[item] for item in wanted]
     return select(chosen, args.only)
+
+
+def _need_no_tokenizer(cells: Sequence[Cell], control: EngineClient) -> None:
+    """Refuse cells whose prompts only a tokenizer can make, before anything is sent.
+
+    The native API takes ids; there the server's own /tokenize has to make them.
+
+    Raises:
+        UsageError: in one line, with the workload.
+    """
+    for cell in cells:
+        asked = None
+        if cell.prompts != "questions" and not cell.prompts.endswith(".jsonl"):
+            asked = f"prompts {cell.prompts}"
+        elif cell.trace is not None:
+            asked = "the lengths of a trace"
+        elif cell.prompt_tokens is not None:
+            asked = f"prompt_tokens {cell.prompt_tokens}"
+        if asked is not None:
+            raise UsageError(
+                f"workload {cell.workload}: {asked} cannot be counted without the model's tokenizer; give --tokenizer "
+                "DIR, or questions or a .jsonl file without prompt_tokens"
+            )
+    native = next((cell for cell in cells if cell.api == "sglang"), None)
+    if native is None:
+        return
+    try:
+        control.tokenize(messages=[{"role": "user", "content": "x"}], chat_template_kwargs={})
+    except EngineError as error:
+        raise UsageError(
+            f"workload {native.workload}: api sglang is asked with token ids, and the server makes none ({error}); "
+            "give --tokenizer DIR, or use api openai-chat"
+        ) from error
 
 
 def _launch(run: RunFolder | None, args: argparse.Namespace) -> tuple[int, int]:

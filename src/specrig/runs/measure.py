@@ -50,6 +50,7 @@ class Job:
         launch, block: which start of a server this is.
         profile: the served profile, where it is one.
         base: the folder that a sweep's .jsonl prompts are relative to.
+        tokenizer: the model's; null = prompts have their own length, see docs/load.md.
         limits: what the server can take; null = not checked.
         info: the server's own report, null where it has none.
         models, model_info: what else it says of itself: the rows of /v1/models, and /model_info where it has that.
@@ -61,7 +62,7 @@ class Job:
     launch: int
     block: int
     profile: str | None
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
     control: Control
     timeouts: Timeouts
     base: Path | None = None
@@ -95,13 +96,13 @@ class Progress:
     tick: Callable[[int, int], None] | None = None
 
 
-def describe(sweep: Sweep, cells: Sequence[Cell], tokenizer: Tokenizer, reason: str | None) -> dict[str, Any]:
+def describe(sweep: Sweep, cells: Sequence[Cell], tokenizer: Tokenizer | None, reason: str | None) -> dict[str, Any]:
     """The manifest of a new run.
 
     Args:
         sweep: what is run.
         cells: its cells.
-        tokenizer: the tokenizer of the prompts.
+        tokenizer: the tokenizer of the prompts; None = they have their own length.
         reason: why, in the user's words.
 
     Returns:
@@ -116,7 +117,7 @@ def describe(sweep: Sweep, cells: Sequence[Cell], tokenizer: Tokenizer, reason: 
         "engine": {"kind": "unknown", "time_scale": None, "hardware": "unknown"},
         "placements": {},
         "host_facts": None,
-        "model": {"name": sweep.model, "tokenizer": tokenizer.revision},
+        "model": {"name": sweep.model, "tokenizer": tokenizer.revision if tokenizer is not None else None},
         "cells": [msgspec.to_builtins(cell) for cell in cells],
     }
 
