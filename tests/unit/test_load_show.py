@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pty
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
 
 from specrig.model.cell import Cell, expand
 from specrig.model.sweep import parse_sweep
-from specrig.runs.command import Pacer, clock_text
+from specrig.runs.command import Pacer, clock_text, fitted
 from specrig.sim.testing import running_sim
 
 SWEEP = """\
@@ -66,6 +69,22 @@ def test_durations(seconds: float, said: str) -> None:
     assert clock_text(seconds) == said
 
 
+@pytest.mark.parametrize(
+    ("width", "line"),
+    [
+        (80, "[1/3] decode p1024 c1: 3/8 requests, 66 tok/s now"),
+        (49, "[1/3] decode p1024 c1: 3/8 requests, 66 tok/s now"),
+        (48, "[1/3] decode p1024 …: 3/8 requests, 66 tok/s now"),
+        (30, "[…: 3/8 requests, 66 tok/s now"),
+        (28, "3/8 requests, 66 tok/s now"),
+        (12, "3/8 request…"),
+    ],
+)
+def test_a_narrow_terminal_costs_the_title_not_the_figures(width: int, line: str) -> None:
+    assert fitted("[1/3] decode p1024 c1", "3/8 requests, 66 tok/s now", width) == line
+    assert len(line) <= width
+
+
 def test_on_a_terminal_and_without(tmp_path: Path, tokenizer_dir: Path) -> None:
     (tmp_path / "s.yml").write_text(SWEEP)
     with running_sim(model_path=tokenizer_dir, served_model_name="Qwen3.6-27B", sim_time_scale=0.2) as sim:
@@ -75,6 +94,7 @@ def test_on_a_terminal_and_without(tmp_path: Path, tokenizer_dir: Path) -> None:
             return [*base, "--tokenizer", str(tokenizer_dir), "--out", str(tmp_path / run), *more]
 
         ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
         with subprocess.Popen(command("live"), stderr=theirs, stdout=subprocess.DEVNULL) as process:
             os.close(theirs)
             screen = b""
@@ -96,7 +116,7 @@ def test_on_a_terminal_and_without(tmp_path: Path, tokenizer_dir: Path) -> None:
     assert " tok/s now, " in text
     assert " s left" in text
     redrawn = [part.removeprefix("\x1b[K") for part in text.split("\r") if part.startswith("\x1b[K")]
-    assert max(len(part) for part in redrawn if "\n" not in part and "tok/s now" in part) <= 80
+    assert max(len(part) for part in redrawn if "\n" not in part and "tok/s now" in part) <= 60
     assert "\r" not in piped.stderr
     assert [line.split(":")[0] for line in piped.stderr.splitlines()[:2]] == [
         "[1/2] w p256 n64 c1",

@@ -6,7 +6,6 @@ import argparse
 import collections
 import contextlib
 import os
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -299,6 +298,22 @@ def clock_text(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
+def fitted(head: str, figures: str, width: int) -> str:
+    """``head: figures`` in so many columns; what is too long is taken from the head, figures come last."""
+    room = max(width - len(figures) - 2, 0)
+    short = head if len(head) <= room else head[: room - 1] + "…" if room else ""
+    line = f"{short}: {figures}" if short else figures
+    return line if len(line) <= width else line[: width - 1] + "…"
+
+
+def _columns() -> int:
+    """The width of the terminal that standard error is; also where standard output is none."""
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns or 80
+    except OSError:
+        return 80
+
+
 class _Show:
     """Progress: one line a cell, rewritten in place where standard error is a terminal; JSON lines when asked for."""
 
@@ -354,7 +369,7 @@ class _Show:
         if not self._live:
             return
         done = self._good + self._bad
-        parts = [f"{self._head}: {done}/{self._total} requests"]
+        parts = [f"{done}/{self._total} requests"]
         if self._bad:
             parts.append(f"{self._bad} failed")
         if self._rate is not None:
@@ -362,9 +377,7 @@ class _Show:
         left = self._pace.left_s(time.monotonic(), done / self._total if self._total else 0.0)
         if left is not None:
             parts.append(f"{clock_text(left)} left")
-        text = ", ".join(parts)
-        width = shutil.get_terminal_size().columns - 1
-        sys.stderr.write(f"\r\x1b[K{text if len(text) <= width else text[: width - 1] + '…'}")
+        sys.stderr.write(f"\r\x1b[K{fitted(self._head, ', '.join(parts), _columns() - 1)}")
         sys.stderr.flush()
 
     def _done(self, row: CellRow) -> None:
