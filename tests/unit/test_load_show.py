@@ -16,6 +16,7 @@ import pytest
 
 from specrig.model.cell import Cell, expand
 from specrig.model.sweep import parse_sweep
+from specrig.runs import command
 from specrig.runs.command import Pacer, clock_text, fitted
 from specrig.sim.testing import running_sim
 
@@ -61,6 +62,21 @@ def test_the_time_left_follows_the_work_done(cells: list[Cell]) -> None:
     assert pace.left_s(130.0, 1.0) == 0
 
 
+def test_the_time_left_counts_what_is_on_its_way(
+    cells: list[Cell], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = (Pacer([cell])._whole for cell in cells)
+    now = [100.0]
+    monkeypatch.setattr(command.time, "monotonic", lambda: now[0])
+    show = command._Show(False, cells, 0)
+    show._live = True
+    show._started(1, 2, cells[0])
+    now[0] = 110.0
+    show._tick(2, 128)  # of 4 requests of 64 tokens: half of the cell, in 10 s
+    left = 10 * (first / 2 + second) / (first / 2)
+    assert capsys.readouterr().err.endswith(f"0/4 requests, {clock_text(left)} left")
+
+
 @pytest.mark.parametrize(
     ("seconds", "said"),
     [(-1, "0 s"), (0.4, "0 s"), (59.4, "59 s"), (59.6, "1 min 00 s"), (185, "3 min 05 s"), (7620, "2 h 07 min")],
@@ -89,13 +105,13 @@ def test_on_a_terminal_and_without(tmp_path: Path, tokenizer_dir: Path) -> None:
     (tmp_path / "s.yml").write_text(SWEEP)
     with running_sim(model_path=tokenizer_dir, served_model_name="Qwen3.6-27B", sim_time_scale=0.2) as sim:
 
-        def command(run: str, *more: str) -> list[str]:
+        def line(run: str, *more: str) -> list[str]:
             base = [sys.executable, "-m", "specrig.cli", "load", str(tmp_path / "s.yml"), "--url", sim.url]
             return [*base, "--tokenizer", str(tokenizer_dir), "--out", str(tmp_path / run), *more]
 
         ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
-        with subprocess.Popen(command("live"), stderr=theirs, stdout=subprocess.DEVNULL) as process:
+        with subprocess.Popen(line("live"), stderr=theirs, stdout=subprocess.DEVNULL) as process:
             os.close(theirs)
             screen = b""
             while True:
@@ -108,8 +124,8 @@ def test_on_a_terminal_and_without(tmp_path: Path, tokenizer_dir: Path) -> None:
                 screen += piece
         os.close(ours)
         assert process.returncode in DONE, screen[-2000:]
-        piped = subprocess.run(command("piped"), capture_output=True, text=True, check=False)
-        as_json = subprocess.run(command("json", "--json"), capture_output=True, text=True, check=False)
+        piped = subprocess.run(line("piped"), capture_output=True, text=True, check=False)
+        as_json = subprocess.run(line("json", "--json"), capture_output=True, text=True, check=False)
     assert {piped.returncode, as_json.returncode} <= DONE, piped.stderr + as_json.stderr
     text = screen.decode()
     assert "[1/2] w p256 n64 c1: 0/4 requests" in text

@@ -322,6 +322,8 @@ class _Show:
         self._live = sys.stderr.isatty() and not as_json
         self._head = ""
         self._total = 0
+        self._length = 1
+        self._flying = 0
         self._good = 0
         self._bad = 0
         self._tokens = 0
@@ -342,7 +344,8 @@ class _Show:
     def _started(self, number: int, total: int, cell: Cell) -> None:
         self._head = f"[{number}/{total}] {cell.title}"
         self._total = cell.total_requests
-        self._good = self._bad = self._tokens = 0
+        self._length = cell.output_tokens
+        self._good = self._bad = self._tokens = self._flying = 0
         self._open = cell.arrival != "closed"
         self._ttfts.clear()
         self._waits.clear()
@@ -359,9 +362,11 @@ class _Show:
         else:
             self._bad += 1
         self._tokens += record.output_tokens or 0
+        self._flying = max(0, self._flying - (record.output_tokens or 0))
         self._line()
 
     def _tick(self, _streams: int, tokens: int) -> None:
+        self._flying = tokens
         self._rate = self._pace.rate(time.monotonic(), self._tokens + tokens)
         self._line()
 
@@ -374,7 +379,8 @@ class _Show:
             parts.append(f"{self._bad} failed")
         if self._rate is not None:
             parts.append(f"{self._rate:,.0f} tok/s now")
-        left = self._pace.left_s(time.monotonic(), done / self._total if self._total else 0.0)
+        share = min(1.0, (done + self._flying / self._length) / self._total) if self._total else 0.0
+        left = self._pace.left_s(time.monotonic(), share)
         if left is not None:
             parts.append(f"{clock_text(left)} left")
         sys.stderr.write(f"\r\x1b[K{fitted(self._head, ', '.join(parts), _columns() - 1)}")
