@@ -56,6 +56,12 @@ def test_native_several_tokens_a_chunk(samples: Path, name: str) -> None:
     assert decoder.prompt_tokens == 24978
 
 
+def test_native_without_a_finish_reason_has_none() -> None:
+    event = {"text": "a", "output_ids": [9], "meta_info": {"completion_tokens": 1, "finish_reason": None}}
+    decoder = play(make_decoder("sglang"), sse(event, "[DONE]"))
+    assert (decoder.terminal, decoder.error, decoder.finish_reason) == (True, None, None)
+
+
 def test_native_repeated_ids_are_not_taken_for_a_cumulative_stream() -> None:
     def event(ids: list[int], count: int, reason: object = None) -> dict[str, object]:
         return {"text": "a", "output_ids": ids, "meta_info": {"completion_tokens": count, "finish_reason": reason}}
@@ -136,6 +142,33 @@ def test_chat_running_count_is_the_trace() -> None:
     assert decoder.k == [4, 5]
     assert decoder.t == [1.25, 1.5]
     assert decoder.trace_source == "server"
+
+
+@pytest.mark.parametrize(
+    ("final", "k", "error"),
+    [
+        (9, [4, 5], None),
+        (11, [4, 7], None),  # two more after the last text
+        (8, [4, 5], "usage says 8 tokens, the running count 9"),
+    ],
+)
+def test_the_final_usage_is_held_against_the_running_count(final: int, k: list[int], error: str | None) -> None:
+    def chunk(count: int, text: str, reason: str | None = None) -> dict[str, object]:
+        return {"choices": [{"text": text, "finish_reason": reason}], "usage": {"completion_tokens": count}}
+
+    last = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": final}}
+    stream = sse(chunk(4, "one two"), chunk(9, " three", "length"), last, "[DONE]")
+    decoder = play(make_decoder("openai-completions"), stream)
+    assert (decoder.k, decoder.message) == (k, error)
+    assert decoder.error == (None if error is None else "protocol")
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_an_aborted_stream_of_an_openai_route_is_a_failure(reason: str) -> None:
+    chunk = {"choices": [{"delta": {"content": "one"}, "finish_reason": reason}], "usage": {"completion_tokens": 1}}
+    decoder = play(make_decoder("openai-chat"), sse(chunk, "[DONE]"))
+    assert decoder.error == "abort"
+    assert decoder.message == f"the server ended the stream with finish_reason {reason}"
 
 
 def test_usage_missing_is_counted_and_marked_never_credited() -> None:

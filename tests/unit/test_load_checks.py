@@ -63,6 +63,15 @@ def test_a_broken_rule_is_named(change: dict[str, Any], rule: str) -> None:
     assert broken(checks.record_checks(cell(), [request(**change)] * 3, "dflash", 16)) == [rule]
 
 
+def test_the_end_of_sequence_itself_is_no_token_after_it() -> None:
+    # 2 of 10 after index 7, 3 of 10 after index 6
+    assert broken(checks.record_checks(cell(), [request(first_eos=7)], "dflash", 16)) == []
+    (row,) = [
+        row for row in checks.record_checks(cell(), [request(first_eos=6)], "dflash", 16) if "end of seq" in row.rule
+    ]
+    assert (row.ok, row.seen) == (False, "30%")
+
+
 def test_the_bound_itself_is_allowed() -> None:
     assert broken(checks.record_checks(cell(), [request(correct_drafts=60)], "dflash", 16)) == []
 
@@ -178,6 +187,20 @@ def test_concurrency_is_what_the_server_worked_on() -> None:
     assert reached(together, concurrency=1) is None
 
 
+def test_a_peak_alone_is_no_concurrency() -> None:
+    # four are together for one second of ten: 1 + 3 * 1/9 in the window (1, 10]
+    rows = [
+        Stream(sent=0, due=0, t=[1, 9.9, 10], k=[1, 8, 1], queue_s=0.0),
+        *(Stream(sent=0, due=0, t=[1, 1.5, 2], k=[1, 8, 1], queue_s=0.0) for _ in range(3)),
+    ]
+    window = steady(rows, 1)
+    assert window is not None
+    assert (window.start, window.end) == (1, 10)
+    row = checks.concurrency_reached(cell(concurrency=4), rows, window, [])
+    assert row is not None
+    assert (row.ok, row.seen) == (False, "1.33 on average, 4 at most")
+
+
 def test_prefill_counts_as_work_where_the_queue_is_known() -> None:
     # each is prefilled for 9 s and decodes for 1 s, one second apart: never two decode, up to four are in work
     rows = [Stream(sent=float(i), due=0.0, t=[i + 9.0, i + 9.9], k=[1, 9], queue_s=0.0) for i in range(8)]
@@ -214,6 +237,8 @@ def test_open_loop_requests_must_leave_when_due() -> None:
     late = [request(scheduled_s=1.0, sent_s=1.02)]
     assert checks.arrivals_kept(late, 100.0).ok is False
     assert checks.arrivals_kept(late, 1.0).ok is True  # a tenth of a second's gap
+    assert checks.arrivals_kept(late, 4.0).ok is True  # 25 ms
+    assert checks.arrivals_kept(late, 6.0).ok is False  # 17 ms
 
 
 def test_a_wait_for_the_cap_is_not_the_clients_lateness() -> None:

@@ -333,6 +333,16 @@ def test_a_blocked_loop_shows_as_lag() -> None:
     assert lag.mean_ms > 25  # half of the time was one delay of 100 ms
 
 
+def test_a_loop_that_is_blocked_to_the_end_is_seen() -> None:
+    async def use(client: StreamClient) -> Any:
+        client.start_lag()
+        await asyncio.sleep(0.03)
+        time.sleep(0.3)
+        return client.stop_lag()
+
+    assert drive(once([]), use).mean_ms > 200
+
+
 @pytest.mark.parametrize("url", ["ftp://x", "localhost:30000", "http://", "http://x:99999"])
 def test_urls_that_are_none(url: str) -> None:
     with pytest.raises(UsageError, match=r"expected http://HOST:PORT"):
