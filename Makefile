@@ -1,6 +1,6 @@
 # make demo and make test install what they need (apt as root, pip into .venv); each can be run again at any time.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-lab demo test test-engine test-fast lint format bench lock wheel clean
+.PHONY: help setup setup-lab demo test test-engine test-fast lint format bench bench-peers lock wheel clean
 
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 PYTEST_ARGS ?=
@@ -40,6 +40,9 @@ format: setup ## ruff format and its safe fixes
 
 bench: setup ## the performance claims, as ratios measured in one run
 	python bench/run.py
+
+bench-peers: setup ## other load generators beside specrig's client: installs them (10 GB, below .cache), compares; 8 minutes
+	python bench/peers.py --install
 
 lock: setup ## make the hashed locks again from pyproject.toml
 	scripts/lock.sh

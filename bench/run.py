@@ -149,9 +149,11 @@ def main() -> int:
     staged = apart(rows, "staging.py")
     print("\nworker processes of a load against one process, in one run:")
     shared = apart(rows, "workers.py")
+    print("\nother load generators, those that are installed, in one run:")
+    peers = apart(rows, "peers.py")
     if arguments.json:
         Path(arguments.json).write_text(json.dumps({"schema": 1, "claims": rows}, indent=2) + "\n")
-    return 1 if client.returncode or staged or shared or any(row["met"] is False for row in rows) else 0
+    return 1 if client.returncode or staged or shared or peers or any(row["met"] is False for row in rows) else 0
 
 
 if __name__ == "__main__":

@@ -99,6 +99,7 @@ def _read(folder: object) -> list[Measured]:
     cells = {cell.get("id"): cell for cell in manifest["cells"]}
     engine = manifest.get("engine")
     hardware = engine.get("hardware") if isinstance(engine, dict) else None
+    origins = {launch.get("launch"): launch.get("t0_unix") for launch in manifest.get("launches") or []}
     return [
         Measured(
             run=opened.name,
@@ -107,6 +108,7 @@ def _read(folder: object) -> list[Measured]:
             requests=tuple(sorted(requests.get((row.cell, row.launch), []), key=lambda request: request.index)),
             chunks=traces.get((row.cell, row.launch), {}),
             hardware=hardware if isinstance(hardware, str) else None,
+            t0_unix=origins.get(row.launch),
         )
         for row in rows
     ]
