@@ -355,7 +355,8 @@ def pin(core: int) -> list[str]:
 def server(tokenizer: Path) -> Iterator[str]:
     """The server with the known truth; its URL."""
     command = [*pin(0), sys.executable, str(ROOT / "bench" / "truth_server.py"), str(tokenizer)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    env = os.environ | {"TRANSFORMERS_VERBOSITY": "error"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
         assert process.stdout is not None
         try:
             yield f"http://127.0.0.1:{int(process.stdout.readline())}"
