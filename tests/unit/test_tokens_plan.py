@@ -357,9 +357,15 @@ def test_limits_and_tokenizer_of_a_running_server(
         code, out, _ = run(capsys, "plan", sweep_file, *base, "--json")
         assert code == 1
         assert [c["fits"] for c in json.loads(out)["cells"]] == [True, False, False]
-        code, out, _ = run(capsys, "plan", sweep_file, "--url", server.url, "--tokenizer", other, "--json")
-        # " the" is one token more in each of the other folder's prompts
-        assert "the server counts 4,095 tokens for a prompt of 4,096" in json.loads(out)["cells"][0]["reason"]
+        assert json.loads(out)["server"][-1].startswith("tokenizer: the same as the server's on a plain text (")
+        shape = ("--prompt-tokens", 100, "--max-tokens", 10)
+        for command in (("plan", sweep_file), ("budget", *shape)):
+            code, out, err = run(capsys, *command, "--url", server.url, "--tokenizer", other)
+            assert (code, out, err.count("\n")) == (1, "", 1)
+            assert f"the server's tokenizer or chat template is not the one of {other}: of chat messages" in err
+        code, out, _ = run(capsys, "budget", "--url", server.url, *shape)
+        # without a tokenizer there is nothing to compare
+        assert (code, "tokenizer:" in out) == (0, False)
 
 
 def test_a_key_comes_from_the_environment_and_not_only_from_the_command_line(

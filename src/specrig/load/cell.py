@@ -12,7 +12,7 @@ import dataclasses
 import datetime
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from specrig.engine.errors import EngineError
+from specrig.engine.tokencheck import Counts
 from specrig.errors import SpecrigError
 from specrig.load import checks as rules
 from specrig.load.api import API_PATHS, Ask, make_decoder, request_body
@@ -62,7 +63,7 @@ class Sink(Protocol):
         """Keep one look at the server."""
 
 
-class Control(Protocol):
+class Control(Counts, Protocol):
     """The control calls a cell needs; :class:`specrig.engine.client.EngineClient` has them."""
 
     def server_info(self) -> dict[str, Any]:
@@ -70,9 +71,6 @@ class Control(Protocol):
 
     def flush_cache(self, timeout_s: float | None = None) -> None:
         """Empty the prefix cache, or raise EngineError."""
-
-    def tokenize(self, *, messages: Sequence[Mapping[str, Any]], chat_template_kwargs: Mapping[str, Any]) -> list[int]:
-        """The ids that the server makes of messages, or raise EngineError."""
 
 
 @dataclass(kw_only=True)

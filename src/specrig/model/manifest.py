@@ -25,7 +25,8 @@ class LaunchRow(msgspec.Struct, frozen=True, kw_only=True):
     `server_info`, `models` and `model_info` are what the server said of itself, as it said it (without its keys);
     `server_info_summary` the values that matter by one name each, whatever the server's version calls them, with the
     names of what it did not tell under `unknown`. `engine` is what was installed for it: name, kind, id, version and
-    that of every package.
+    that of every package. `tokenizer_check` is whether the server makes the same ids of texts as the prompts' tokenizer
+    (`ok`, null = it could not be asked), and a line on it.
     """
 
     launch: int
@@ -38,6 +39,7 @@ class LaunchRow(msgspec.Struct, frozen=True, kw_only=True):
     server_info_summary: dict[str, Any] | None = None
     engine: dict[str, Any] | None = None
     gates: list[dict[str, Any]] = []
+    tokenizer_check: dict[str, Any] | None = None
 
 
 class Skipped(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,6 +23,8 @@ from typing import Any
 import msgspec
 
 from specrig import __version__
+from specrig.engine import tokencheck
+from specrig.engine.tokencheck import TokenizerCheck
 from specrig.errors import GateError, UsageError
 from specrig.facts import serverinfo
 from specrig.load.cell import Context, Control, connections, run_cell
@@ -161,15 +163,18 @@ def run_job(run: RunFolder, job: Job, progress: Progress | None = None) -> tuple
         The rows of the cells that ended, and the signal that ended it early, if one did.
 
     Raises:
-        GateError: the server is not the one the sweep asks for.
+        GateError: the server is not the one the sweep asks for, or its tokenizer is not the prompts'.
         SpecrigError: a result could not be written; finished cells are kept.
     """
     if job.info is not None and job.cells:
         asked = asked_for(job.cells[0], job.info)
         if asked.ok is False:
             raise GateError(f"{job.url}: {verdict([asked])}; nothing was measured")
+    checked = _check_tokenizer(job)
+    if checked is not None and checked.ok is False:
+        raise GateError(f"{job.url}: {checked.message}; nothing was measured")
     _allow_files(max((connections(cell) for cell in job.cells), default=0))
-    t0_unix = _enter_launch(run, job)
+    t0_unix = _enter_launch(run, job, checked)
     run.set_aside({(cell.id, job.launch) for cell in job.cells})
     import uvloop
 
@@ -195,7 +200,15 @@ def _allow_files(count: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _enter_launch(run: RunFolder, job: Job) -> float:
+def _check_tokenizer(job: Job) -> TokenizerCheck | None:
+    """The server's tokenizer against the prompts'; None where there is none, or nothing to send."""
+    if job.tokenizer is None or not job.cells:
+        return None
+    first = job.cells[0]
+    return tokencheck.compare(job.control, job.tokenizer, model=first.model, thinking=first.sampling.thinking)
+
+
+def _enter_launch(run: RunFolder, job: Job, checked: TokenizerCheck | None) -> float:
     """Note the launch in the manifest; a launch that goes on keeps its clock's origin."""
     origin = time.time()
 
@@ -217,6 +230,7 @@ def _enter_launch(run: RunFolder, job: Job) -> float:
             models=list(job.models),
             model_info=job.model_info,
             server_info_summary=serverinfo.summary(job.info, list(job.models), job.model_info),
+            tokenizer_check=None if checked is None else msgspec.to_builtins(checked),
         )
         note_unlike(manifest)
         manifest["engine"] = engine_facts(job.info)

@@ -8,6 +8,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from specrig.engine.client import EngineClient
     from specrig.tokens.budget import Budget, Limits, Repetition
     from specrig.tokens.tokenizer import Tokenizer
 
@@ -68,15 +69,37 @@ def run(args: argparse.Namespace) -> int:
     if args.prompt_tokens is None and args.prompt_file is None:
         raise UsageError("nothing to check; give --prompt-tokens or --prompt-file")
     tokenizer = tokenizers.load(args.tokenizer) if args.tokenizer else None
-    limits = _limits(args)
+    limits, notes = _limits(args, tokenizer)
     if args.claimed_tokens_per_repetition:
         return _repetitions(args, limits, tokenizer)
-    lengths, notes = _lengths(args, tokenizer)
-    return _budgets(args, limits, lengths, notes)
+    lengths, more = _lengths(args, tokenizer)
+    return _budgets(args, limits, lengths, [*more, *notes])
 
 
-def _limits(args: argparse.Namespace) -> list[Limits]:
-    """Return the limits to check against: the server's, or one for each context length given."""
+def ask_server(
+    client: EngineClient, tokenizer: Tokenizer | None, thinking: bool, model: str | None = None
+) -> tuple[Limits, list[str]]:
+    """Return a running server's limits, and a line on each thing about it that matters to a budget.
+
+    Raises:
+        GateError: the server's tokenizer is not this one.
+    """
+    from specrig.engine.limits import read
+    from specrig.engine.tokencheck import compare
+    from specrig.errors import GateError
+
+    report = read(client)
+    notes = list(report.warnings)
+    if tokenizer is not None:
+        checked = compare(client, tokenizer, model=model or report.model or "default", thinking=thinking)
+        if checked.ok is False:
+            raise GateError(f"{client.base_url}: {checked.message}")
+        notes.append(f"tokenizer: {checked.message}")
+    return report.limits, notes
+
+
+def _limits(args: argparse.Namespace, tokenizer: Tokenizer | None) -> tuple[list[Limits], list[str]]:
+    """Return the limits to check against: the server's, or one for each context length given; and what to say of it."""
     import msgspec
 
     from specrig.errors import UsageError
@@ -94,17 +117,17 @@ def _limits(args: argparse.Namespace) -> list[Limits]:
     if args.max_running is not None:
         given["max_running"] = args.max_running
     if args.url:
-        from specrig.engine.limits import from_server
+        from specrig.engine.client import EngineClient
 
-        server = msgspec.structs.replace(
-            from_server(args.url, args.api_key or os.environ.get("SPECRIG_API_KEY")), **given
-        )
+        with EngineClient(args.url, args.api_key or os.environ.get("SPECRIG_API_KEY")) as client:
+            found, notes = ask_server(client, tokenizer, args.thinking)
+        server = msgspec.structs.replace(found, **given)
         if args.context_length is None:
-            return [server]
-        return [msgspec.structs.replace(server, context_length=c) for c in args.context_length]
+            return [server], notes
+        return [msgspec.structs.replace(server, context_length=c) for c in args.context_length], notes
     if args.context_length is None:
         raise UsageError("the context length is not known; give --context-length, or --url of a running server")
-    return [Limits(context_length=c, **given) for c in args.context_length]
+    return [Limits(context_length=c, **given) for c in args.context_length], []
 
 
 def _text(path: str) -> str:

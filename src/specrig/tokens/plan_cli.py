@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from specrig.model.sweep import Sweep
     from specrig.tokens.budget import Limits
     from specrig.tokens.plan import Counter, Plan
+    from specrig.tokens.tokenizer import Tokenizer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,11 +65,12 @@ def run(args: argparse.Namespace) -> int:
     profiles = read_profiles(Path(args.profiles)) if args.profiles else None
     cells = select(expand(sweep, profiles), args.only)
     default = Pace()
+    tokenizer = tokenizers.load(args.tokenizer)
     with contextlib.ExitStack() as stack:
-        limits, count = _limits(args, profiles, cells, stack)
+        limits, count, notes = _limits(args, profiles, cells, stack, tokenizer)
         planned = plan(
             sweep,
-            tokenizers.load(args.tokenizer),
+            tokenizer,
             limits,
             profiles,
             source=path,
@@ -83,8 +85,10 @@ def run(args: argparse.Namespace) -> int:
             server_count=count,
         )
     if args.json:
-        print(json.dumps(as_json(planned), indent=2))
+        print(json.dumps(as_json(planned) | {"server": notes}, indent=2))
     else:
+        for note in notes:
+            print(f"note: {note}")
         _show(sweep, planned, profiles, limits)
     return 1 if planned.infeasible else 0
 
@@ -110,7 +114,8 @@ def _limits(
     profiles: Mapping[str, Profile] | None,
     cells: Sequence[Cell],
     stack: contextlib.ExitStack,
-) -> tuple[dict[str | None, Limits], Counter | None]:
+    tokenizer: Tokenizer,
+) -> tuple[dict[str | None, Limits], Counter | None, list[str]]:
     import msgspec
 
     from specrig.errors import UsageError
@@ -125,10 +130,12 @@ def _limits(
         if args.context_length is not None or args.kv_tokens is not None:
             given["max_input"] = None  # it is of the server's own window and pool
         from specrig.engine.client import EngineClient
-        from specrig.engine.limits import from_server
+        from specrig.tokens.budget_cli import ask_server
 
         client = stack.enter_context(EngineClient(args.url, args.api_key or os.environ.get("SPECRIG_API_KEY")))
-        return {None: msgspec.structs.replace(from_server(client), **given)}, _server_counter(client, cells)
+        thinking = any(c.sampling.thinking for c in cells)
+        own, notes = ask_server(client, tokenizer, thinking, cells[0].model)
+        return {None: msgspec.structs.replace(own, **given)}, _server_counter(client, cells), notes
     found: dict[str | None, Limits] = {}
     for arm in {c.profile for c in cells}:
         if arm is None or profiles is None:
@@ -138,11 +145,11 @@ def _limits(
                 )
             found[None] = Limits(**given)
         else:
-            own = for_profile(profiles[arm], **given)
-            if own is None:
+            planned = for_profile(profiles[arm], **given)
+            if planned is None:
                 raise UsageError(f"{args.profiles}: {arm} has no context_length; give it or --context-length")
-            found[arm] = own
-    return found, None
+            found[arm] = planned
+    return found, None, []
 
 
 def _server_counter(client: EngineClient, cells: Sequence[Cell]) -> Counter:
