@@ -212,6 +212,8 @@ def test_shapes_against_an_engine(tmp_path: Path, tokenizer_dir: Path) -> None:
     with running_sim(model_path=tokenizer_dir, served_model_name="Qwen3.6-27B") as sim:
         command = ["load", str(tmp_path / "s.yml"), "--url", sim.url, "--tokenizer", str(tokenizer_dir)]
         main([*command, "--out", str(tmp_path / "run")])
+        warm = [row["prompt_tokens"] for row in sim.truth() if row["rid"].startswith("warmup-")]
+    assert warm == [400, 256, 256, 256, 256]  # the longest of the trace; a burst of four, a shape that the last cell has
     by_workload = lines(tmp_path / "run")
     # A busy machine may cost a cell its validity, but no request.
     late = {"client kept up", "requests left when due"}

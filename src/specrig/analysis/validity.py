@@ -175,7 +175,7 @@ def _record_checks(
     if info.cache in ("flush", "unique") and not any(r["session"] for r in rows):
         checks.append(_cold_cache(ok_rows))
     running = (part or {}).get("window", {}).get("running_mean") if part else None
-    if info.concurrency is not None and info.concurrency > 1:
+    if info.concurrency is not None and info.concurrency > 1 and info.arrival in (None, "closed"):
         reached = None if running is None else running >= MIN_RUNNING_SHARE * info.concurrency
         checks.append(Check("concurrency reached on the server", reached, running, info.concurrency))
     return checks

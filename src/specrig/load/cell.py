@@ -208,7 +208,8 @@ async def run_cell(cell: Cell, context: Context) -> CellRow:
     workers = 1 if context.workers is None else worker_count(context.workers_asked, connections(cell))
 
     try:
-        warmup = await _warm_up(cell, context, prompts[0][0])
+        longest = max((prompt for session in prompts for prompt in session), key=lambda prompt: prompt.tokens or 0)
+        warmup = await _warm_up(cell, context, longest)
         await _quiet(context)
         if cell.cache == "flush" and not context.stop.is_set():
             await _flush(context)
@@ -408,13 +409,13 @@ async def _busy(context: Context) -> tuple[int, int] | None:
 async def _warm_up(cell: Cell, context: Context, prompt: AnyPrompt) -> dict[str, Any] | None:
     """Have the server meet the cell's shapes before they count: its prompt length, and its number at once.
 
-    One request has the cell's own prompt length, the others are short; all answers are. Their prompts are the first
-    measured one, so under ``cache: flush`` the flush comes after, and otherwise the prompt's ids are reversed.
+    One request has the length of the longest prompt, the others are short; all answers are. They are made of a measured
+    prompt, so under ``cache: flush`` the flush comes after, and otherwise the prompt's ids are reversed.
     """
-    shape = (cell.api, cell.prompt_tokens, cell.concurrency, cell.sampling)
+    count = min(cell.concurrency or cell.burst or 1, cell.requests)
+    shape = (cell.api, prompt.tokens or cell.prompt_tokens, count, cell.sampling)
     if shape in context.warmed:
         return None
-    count = min(cell.concurrency or 1, cell.requests)
     tokens = min(WARMUP_TOKENS, cell.output_tokens)
     path = API_PATHS[cell.api]
     begun = clock()
