@@ -213,7 +213,7 @@ def test_shapes_against_an_engine(tmp_path: Path, tokenizer_dir: Path) -> None:
         command = ["load", str(tmp_path / "s.yml"), "--url", sim.url, "--tokenizer", str(tokenizer_dir)]
         main([*command, "--out", str(tmp_path / "run")])
         warm = [row["prompt_tokens"] for row in sim.truth() if row["rid"].startswith("warmup-")]
-    assert warm == [400, 256, 256, 256, 256]  # the longest of the trace; a burst of four, a shape that the last cell has
+    assert warm == [400, 256, 256, 256, 256]  # the longest; a burst of four, the shape of the last cell
     by_workload = lines(tmp_path / "run")
     # A busy machine may cost a cell its validity, but no request.
     late = {"client kept up", "requests left when due"}

@@ -462,7 +462,8 @@ def test_an_open_loop_shows_the_scheduled_ttft_first(builder: Any) -> None:
         for index in range(4):
             sent = 10.0 + index
             builder.request(cell, 0, 0, index, decode_rate=50.0, ttft_s=0.5, scheduled_s=sent - late)
-        builder.close(cell, 0)
+        window = {"start_s": 5.0, "end_s": 15.0, "tokens": 100, "tokens_per_s": 10.0, "running_mean": 1.0}
+        builder.close(cell, 0, window=window)
     summary = summarise(read_run(builder.write()))
     rows = {row["workload"]: row for row in summary["cells"]}
     assert rows["decode"]["scheduled_ttft_s"]["mean"] == pytest.approx(0.75)
