@@ -496,7 +496,9 @@ def _notes(summary: Row) -> list[str]:
     short = [
         c
         for c in summary["cells"]
-        if c["concurrency"] and c["concurrency"] > 1 and c["requests"] < 10 * c["concurrency"] * len(c["launches"])
+        if c["arrival"] in (None, "closed")
+        and (c["concurrency"] or 1) > 1
+        and c["requests"] < 10 * c["concurrency"] * len(c["launches"])
     ]
     if short:
         out.append(f"{len(short)} cells ran fewer than ten requests per slot in flight: their steady window is short.")
