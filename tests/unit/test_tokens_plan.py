@@ -80,6 +80,11 @@ def test_headroom_and_concurrency(tokenizer: Tokenizer) -> None:
     sweep = parse_sweep(SWEEP)
     tight = plan(sweep, tokenizer, LIMITS, PROFILES, headroom=500)
     assert len(tight.infeasible) == 2
+    own = plan(parse_sweep(SWEEP + "headroom: 500\n"), tokenizer, LIMITS, PROFILES)
+    assert own.infeasible == tight.infeasible
+    assert not plan(
+        parse_sweep(SWEEP.replace(", 31730", "") + "headroom: 500\n"), tokenizer, LIMITS, PROFILES
+    ).infeasible
     text = SWEEP.replace("requests: 16}", "requests: 16, concurrency: [1, 8]}")
     pool = {None: Limits(context_length=32_768, kv_tokens=33_000)}
     crowded = plan(parse_sweep(text), tokenizer, pool, PROFILES)
@@ -87,6 +92,36 @@ def test_headroom_and_concurrency(tokenizer: Tokenizer) -> None:
     assert "8 at once x (prompt 4,096 + 1,024 to generate) = 40,960 is over the KV capacity of 33,000" in (
         crowded.infeasible[0].reason
     )
+
+
+@pytest.mark.parametrize(
+    ("cache", "radix", "fits"), [("shared", True, True), ("shared", False, False), ("unique", True, False)]
+)
+def test_a_shared_prefix_counts_once(tokenizer: Tokenizer, cache: str, radix: bool, fits: bool) -> None:
+    text = SWEEP.replace("requests: 16}", f"requests: 16, concurrency: 8, cache: {cache}}}").replace(
+        "profiles: ['tp*']\n", ""
+    )
+    # 8 x 5,120 = 40,960; three quarters of 4,096 are shared by all 8: some 21,500 less
+    pool = Limits(context_length=32_768, kv_tokens=33_000, prefix_cache=radix)
+    planned = plan(parse_sweep(text), tokenizer, {None: pool})
+    (short,) = (c for c in planned.cells if c.workload == "short")
+    assert planned.budgets[short.id].fits is fits
+    assert (planned.budgets[short.id].shared_tokens > 2_900) == (cache == "shared" and radix)
+
+
+def test_load_keeps_the_headroom_of_the_sweep(tokenizer_dir: Path, tmp_path: Path) -> None:
+    from specrig.sim.testing import running_sim
+
+    text = "name: n\nmodel: M\nheadroom: 96\nworkloads:\n  - {name: w, prompts: prose, prompt_tokens: [300, 400], "
+    (tmp_path / "s.yml").write_text(text + "output_tokens: 8, requests: 1, cache: unique}\n")
+    out = tmp_path / "run"
+    with running_sim(model_path=tokenizer_dir, served_model_name="M", context_length=500) as server:
+        base = ["load", str(tmp_path / "s.yml"), "--url", server.url]
+        assert main([*base, "--tokenizer", str(tokenizer_dir), "--out", str(out)]) == 1
+    rows = [json.loads(line) for line in (out / "cells.jsonl").read_text().splitlines()]
+    assert [row["state"] for row in rows][1] == "skipped"
+    assert rows[0]["state"] != "skipped"
+    assert "400 + 8 to generate + 96 headroom = 504 is 4 over the context length 500" in rows[1]["reason"]
 
 
 def test_a_profile_without_limits(tokenizer: Tokenizer) -> None:

@@ -34,7 +34,7 @@ from specrig.model.cell import Cell
 from specrig.model.record import CellRow, Check, ChunkTrace, Request, Window
 from specrig.tokens.budget import Limits
 from specrig.tokens.budget import check as budget_check
-from specrig.tokens.plan import claim_problems, template_tokens
+from specrig.tokens.plan import claim_problems, shared_tokens, template_tokens
 from specrig.tokens.prompts import AnyPrompt, for_cell
 from specrig.tokens.tokenizer import Tokenizer
 from specrig.tokens.trace import Row, rows_of
@@ -82,6 +82,7 @@ class Context:
         origin: the reading of the client's clock that is time 0 of the records.
         sglang: the server answers ``/server_info``; only then its control calls are used.
         limits: what the server can take; null = not known, and no cell is skipped for it.
+        headroom: tokens to keep free in every cell.
         workers: processes that make the requests; null = this process does.
         workers_asked: how many of them, by the user; null = as many as help.
         warmed: shapes that were warmed up already.
@@ -102,6 +103,7 @@ class Context:
     base: Path | None = None
     sglang: bool = True
     limits: Limits | None = None
+    headroom: int = 0
     keep_text: bool = False
     simulated: bool | None = None
     time_scale: float | None = None
@@ -185,13 +187,15 @@ async def run_cell(cell: Cell, context: Context) -> CellRow:
     if cell.tokens_per_repetition is not None and context.tokenizer is not None:
         factory = for_cell(context.tokenizer, cell, context.base)
         around = factory.build(0).question_tokens + template_tokens(factory)
-        if wrong := claim_problems(cell, context.tokenizer, context.limits, around):
+        if wrong := claim_problems(cell, context.tokenizer, context.limits, around, context.headroom):
             return row("skipped", "; ".join(wrong))
     if context.limits is not None:
         sizes = [(job.prompt_tokens, job.output_tokens) for session in jobs for job in session]
         known = [(prompt, output) for prompt, output in sizes if prompt is not None]
         if known:
-            fit = budget_check(*max(known, key=sum), context.limits, cell.concurrency)
+            most = max(known, key=sum)
+            shared = min(shared_tokens(cell, [session[-1].ids for session in prompts[:2]]), most[0])
+            fit = budget_check(*most, context.limits, cell.concurrency, context.headroom, shared_tokens=shared)
             if not fit.fits:
                 return row("skipped", "does not fit: " + "; ".join(fit.problems))
     if context.stop.is_set():

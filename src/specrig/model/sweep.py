@@ -82,7 +82,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sweep(msgspec.Struct, frozen=True, kw_only=True):
-    """A sweep as read and checked. `profiles` None: left out, for a server that is already running."""
+    """A sweep as read and checked. `profiles` None: left out, for a server that is already running.
+
+    `headroom`: tokens to keep free in every cell, over and above; a cell that does not have them is left out.
+    """
 
     name: str
     model: str
@@ -95,6 +98,7 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True):
     timeouts: Timeouts = Timeouts()
     seed: int = 1
     margin: float = 0.02
+    headroom: int = 0
 
     def as_dict(self) -> dict[str, object]:
         """Return the sweep as plain values, for the manifest."""
@@ -126,6 +130,7 @@ def parse_sweep(text: str, source: str = "sweep") -> Sweep:
 
 _SWEEP = (
     "name", "model", "api", "profiles", "baseline", "launches", "sampling", "workloads", "timeouts", "seed", "margin",
+    "headroom",
 )  # fmt: skip
 _WORKLOAD = tuple(Workload.__struct_fields__)
 
@@ -143,6 +148,7 @@ def _sweep(value: object) -> Sweep:
         timeouts=fields.get("timeouts", _timeouts, Timeouts()),
         seed=fields.get("seed", read.whole(0, 2**63 - 1), 1),
         margin=fields.get("margin", _margin, 0.02),
+        headroom=fields.get("headroom", read.whole(0, MAX_TOKENS), 0),
         workloads=fields.need("workloads", _workloads, "a list of workloads"),
     )
     for i, workload in enumerate(sweep.workloads):

@@ -108,6 +108,7 @@ def _load(args: argparse.Namespace, control: EngineClient) -> int:
             api_key=api_key,
             ca_file=args.ca_file,
             limits=limits,
+            headroom=sweep.headroom,
             info=info,
             models=models,
             model_info=model_info,

@@ -71,6 +71,7 @@ class Job:
     api_key: str | None = None
     ca_file: str | None = None
     limits: Limits | None = None
+    headroom: int = 0
     info: dict[str, Any] | None = None
     models: Sequence[dict[str, Any]] = ()
     model_info: dict[str, Any] | None = None
@@ -306,6 +307,7 @@ async def _run(run: RunFolder, job: Job, progress: Progress, t0_unix: float) -> 
         base=job.base,
         sglang=job.info is not None,
         limits=job.limits,
+        headroom=job.headroom,
         keep_text=job.keep_text,
         simulated=simulated,
         time_scale=(job.info or {}).get("sim_time_scale"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -88,7 +89,7 @@ def plan(
     *,
     source: Path | None = None,
     cells: Sequence[Cell] | None = None,
-    headroom: int = 0,
+    headroom: int | None = None,
     sd_log: float = SD_LOG,
     pace: Pace | None = None,
     server_count: Counter | None = None,
@@ -102,7 +103,7 @@ def plan(
         profiles: the inventory's; None for a server that is no profile of ours.
         source: the sweep's file; a .jsonl path is relative to its folder.
         cells: the cells to plan, all of the sweep's by default.
-        headroom: tokens to keep free in every cell.
+        headroom: tokens to keep free in every cell; None takes the sweep's.
         sd_log: standard deviation of the log speed-up between prompts.
         pace: speeds for the estimate of time.
         server_count: what the running server counts for messages, to check the tokenizer against it.
@@ -111,10 +112,11 @@ def plan(
         UsageError: a profile has no limits, or the sweep names what is not there, such as a .jsonl file.
     """
     pace = pace or Pace()
+    headroom = sweep.headroom if headroom is None else headroom
     chosen = tuple(expand(sweep, profiles) if cells is None else cells)
     limits: dict[str | None, Limits] = dict(limits_by_profile.items())
     base = source.parent if source is not None else None
-    built: dict[object, tuple[int, int] | str] = {}
+    built: dict[object, tuple[int, int, int] | str] = {}
     infeasible: list[Infeasible] = []
     budgets: dict[str, Budget] = {}
     tokens: dict[str, int] = {}
@@ -132,7 +134,9 @@ def plan(
         reasons = [found] if isinstance(found, str) else []
         if not isinstance(found, str):
             tokens[cell.id] = found[0]
-            budgets[cell.id] = check(found[0], cell.output_tokens, own, cell.concurrency, headroom)
+            budgets[cell.id] = check(
+                found[0], cell.output_tokens, own, cell.concurrency, headroom, shared_tokens=found[2]
+            )
             reasons += budgets[cell.id].problems
         reasons += claim_problems(cell, tokenizer, own, 0 if isinstance(found, str) else found[1], headroom)
         if reasons:
@@ -170,14 +174,14 @@ def _longest(cell: Cell, base: Path | None) -> Cell:
 
 def _measure(
     cell: Cell, tokenizer: Tokenizer, base: Path | None, server_count: Counter | None
-) -> tuple[int, int] | str:
-    """Return (longest prompt, tokens around a text) of a cell as built, or why it cannot be built as asked."""
+) -> tuple[int, int, int] | str:
+    """Return (longest prompt, tokens around a text, shared tokens) as built, or why it cannot be built as asked."""
     factory = for_cell(tokenizer, cell, base)
     try:
         if cell.prompt_tokens is None:
             prompts = [factory.build(i) for i in range(min(cell.requests, 200))]
         else:
-            prompts = [factory.session(0)[-1]]
+            prompts = [factory.session(i)[-1] for i in range(min(cell.requests, 2 if cell.cache == "shared" else 1))]
     except UsageError as error:
         return str(error)
     longest = max(prompts, key=lambda p: p.tokens)
@@ -191,7 +195,16 @@ def _measure(
                 f"the server counts {served:,} tokens for a prompt of {longest.tokens:,}: its tokenizer or chat "
                 f"template is not the one of {tokenizer.path}"
             )
-    return longest.tokens, longest.question_tokens + template_tokens(factory)
+    shared = shared_tokens(cell, [prompt.ids for prompt in prompts[:2]])
+    return longest.tokens, longest.question_tokens + template_tokens(factory), min(shared, longest.tokens)
+
+
+def shared_tokens(cell: Cell, two: Sequence[Sequence[int] | None]) -> int:
+    """Return the tokens that prompts of `cache: shared` begin with, by the ids of two of them; else 0."""
+    if cell.cache != "shared" or len(two) < 2:
+        return 0
+    pairs = zip(two[0] or (), two[1] or (), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def template_tokens(factory: PromptFactory) -> int:

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-running", type=_count, metavar="R", help="requests that a server runs at once")
     add("--url", help="read the limits from this running server, and check the tokenizer against it")
     add("--api-key", metavar="KEY", help="bearer token for --url (SPECRIG_API_KEY)")
-    add("--headroom", type=_count_or_zero, default=0, metavar="H", help="tokens to keep free in every cell (0)")
+    add("--headroom", type=_count_or_zero, metavar="H", help="tokens to keep free in every cell (the sweep's)")
     add("--only", action="append", default=[], metavar="GLOB", help="cells by profile, workload, method or id")
     add("--sd-log", type=_positive, metavar="S", help="standard deviation of the log speed-up between prompts (0.3)")
     add("--prefill-rate", type=_positive, metavar="TOK/S", help="assumed for the estimate of time (4000)")
