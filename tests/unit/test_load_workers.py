@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
+import ssl
 import struct
 import subprocess
 import sys
@@ -20,7 +22,7 @@ import pytest
 from specrig.cli import main
 from specrig.load import workers as parent
 from specrig.load.api import make_decoder
-from specrig.load.slots import Item, Plan
+from specrig.load.slots import Done, Item, Plan
 from specrig.load.stream import Lag, Timeouts
 from specrig.load.workers import WorkerError, Workers, worker_count
 from specrig.sim.testing import RunningSim, running_sim
@@ -28,9 +30,11 @@ from specrig.sim.testing import RunningSim, running_sim
 MODEL = "Qwen3.6-27B"
 TIMES = {
     "run", "rid", "scheduled_s", "sent_s", "first_s", "finished_s", "ttft_s", "ttfa_s", "e2e_s", "decode_tokens_per_s",
-    "tpot_s", "itl_mean_s", "queue_s", "reads",
+    "tpot_s", "itl_mean_s", "queue_s", "reads", "cached_tokens",
 }  # fmt: skip
-"""What may differ between two runs of the same requests."""
+"""What may differ between two runs of the same requests; what is in the cache depends on who came first."""
+MEASURED = {"done", "invalid"}
+"""A busy machine may cost a cell its validity, but no request."""
 
 
 @pytest.fixture(scope="module")
@@ -329,6 +333,14 @@ def started(
     return process, pids, line, out
 
 
+def resume(line: list[str], out: Path) -> None:
+    main([*line, "--resume"])
+    cells = by_name(out)
+    assert {cell["state"] for cell in cells.values()} <= MEASURED
+    assert [cells["first"]["ok"], cells["second"]["ok"]] == [12, 4]
+    assert len(rows(out, "requests")) == 16
+
+
 def test_a_worker_that_is_killed_fails_its_cell_only(sim: RunningSim, tmp_path: Path, tokenizer_dir: Path) -> None:
     process, pids, line, out = started(sim, tmp_path, tokenizer_dir)
     os.kill(pids[1], signal.SIGKILL)
@@ -338,7 +350,8 @@ def test_a_worker_that_is_killed_fails_its_cell_only(sim: RunningSim, tmp_path: 
     cells = by_name(out)
     assert cells["first"]["state"] == "failed"
     assert cells["first"]["reason"].startswith("worker process 2 of 2 was killed by SIGKILL; every request succeeded: ")
-    assert cells["second"]["state"] == "done", cells["second"]["reason"]  # a new worker had started
+    assert cells["second"]["state"] in MEASURED, cells["second"]["reason"]  # a new worker had started
+    assert cells["second"]["ok"] == 4
     assert cells["second"]["client"]["workers"] == 2
     own = [record for record in rows(out, "requests") if record["cell"] == cells["first"]["cell"]]
     lost = [record for record in own if record["error"] == "worker"]
@@ -348,9 +361,7 @@ def test_a_worker_that_is_killed_fails_its_cell_only(sim: RunningSim, tmp_path: 
     assert sum(record["ok"] for record in own) == len(own) - len(lost) > 0
     assert len({record["index"] for record in own}) == len(own) < 12
     assert not any(alive(pid) for pid in pids)
-    assert main([*line, "--resume"]) == 0
-    assert {name: cell["state"] for name, cell in by_name(out).items()} == {"first": "done", "second": "done"}
-    assert len(rows(out, "requests")) == 16
+    resume(line, out)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -377,8 +388,7 @@ def test_an_interrupt_ends_the_streams_of_all_workers(
         return sum(load["num_running_reqs"] for load in httpx.get(sim.url + "/v1/loads").json()["loads"])
 
     wait_until(lambda: not running(), "requests were left on the server", 10)
-    assert main([*line, "--resume"]) == 0
-    assert len(rows(out, "requests")) == 16
+    resume(line, out)
 
 
 def test_the_second_interrupt_and_a_kill_leave_no_worker(sim: RunningSim, tmp_path: Path, tokenizer_dir: Path) -> None:
@@ -408,6 +418,72 @@ def items(count: int) -> list[list[Item]]:
     return [[Item(index=number, rid=f"r{number}", payload=b"GET / HTTP/1.1\r\n\r\n")] for number in range(count)]
 
 
+@pytest.mark.parametrize("secure", [False, True])
+def test_long_prompts_arrive_whole_and_lags_are_pooled(secure: bool, certificate: Path) -> None:
+    """Three megabytes each, far more than a socket takes at once."""
+    pem = certificate if secure else None
+    bodies = [bytes([65 + number]) * (3_000_000 + number) for number in range(6)]
+    got: list[bytes] = []
+    meta = {"completion_tokens": 3, "prompt_tokens": 3, "finish_reason": {"type": "length"}}
+    event = b"data: " + json.dumps({"text": "x", "output_ids": [1, 2, 3], "meta_info": meta}).encode() + b"\n\n"
+    event += b"data: [DONE]\n\n"
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: %d\r\n\r\n" % len(event)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                lines = (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n")
+                got.append(await reader.readexactly(int(lines[1].split(b":")[1])))
+                await asyncio.sleep(0.3)
+                writer.write(head + event)
+        except asyncio.IncompleteReadError:
+            writer.close()
+
+    async def use() -> tuple[list[Done], Lag, str | None]:
+        context = None
+        if pem is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(pem)
+        server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
+        url = f"{'https' if secure else 'http'}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        workers = Workers(url, count=2, ca_file=None if pem is None else str(pem))
+        work = [
+            [Item(index=number, rid="", payload=b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(body) + body)]
+            for number, body in enumerate(bodies)
+        ]
+        done: list[Done] = []
+        try:
+            await workers.prepare(PLAN, work, 2, 2)
+            assert {item.payload for session in work for item in session} == {b""}  # not kept twice
+            lag, lost = await workers.run(PLAN.origin(), done.append, lambda: False)
+        finally:
+            workers.close()
+            server.close()
+            await asyncio.sleep(0.05)
+        return done, lag, lost
+
+    done, lag, lost = asyncio.run(use())
+    assert lost is None
+    assert sorted(got) == bodies
+    assert [one.error for one in done] == [None] * 6, done[0].message
+    assert sorted(one.index for one in done) == list(range(6))
+    assert all(one.decoder.k == [3] for one in done)
+    assert all(one.sent is not None and one.decoder.t[0] - one.sent >= 0.3 for one in done)
+    assert lag.seconds >= 0.9  # three after one another in each of two
+    assert lag.max_ms >= lag.p50_ms >= 0
+    assert lag.cpu > 0
+
+
+def test_the_display_shows_what_workers_stream(
+    sim: RunningSim, tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    file = sweep(tmp_path / "s.yml", "name: w, output_tokens: 300, requests: 4, concurrency: 4")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    main(command(file, sim.url, tokenizer_dir, tmp_path / "run", "--workers", "2"))
+    seen = re.findall(r"0/4 requests, ([0-9,]+) tok/s now", capsys.readouterr().err)
+    assert any(int(rate.replace(",", "")) > 0 for rate in seen), seen  # before any request ended
+
+
 def test_a_server_that_is_not_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -415,8 +491,12 @@ def test_a_server_that_is_not_there() -> None:
     async def use() -> None:
         workers = Workers(f"http://127.0.0.1:{port}", count=2)
         try:
-            with pytest.raises(OSError, match="refused"):
-                await workers.prepare(PLAN, items(4), 2, 2)
+            for _ in range(2):  # the second time hears the second answer, not what was left of the first
+                with pytest.raises(OSError, match="refused"):
+                    await workers.prepare(PLAN, items(4), 2, 2)
+            server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", port)
+            await workers.prepare(PLAN, items(4), 2, 2)
+            server.close()
         finally:
             workers.close()
             await asyncio.sleep(0)

@@ -147,6 +147,48 @@ class Workers:
             OSError: a worker cannot connect to the server.
             WorkerError: a worker ended.
         """
+        try:
+            rows = self._write(sessions)
+            self._fill_cursor(len(sessions))
+        except OSError as error:
+            raise WorkerError(f"no memory to hand the prompts to worker processes: {error}; use --workers 1") from error
+        self._sessions = [[item.index for item in session] for session in sessions]
+        self._api = plan.api
+        self._busy = []
+        for number in range(count):
+            worker = self._all[number]
+            if worker.process.poll() is not None:
+                self._end(worker)
+                worker = self._all[number] = self._spawn(number)
+            self._busy.append(worker)
+        shares = [
+            Share(
+                plan=plan,
+                sessions=rows,
+                slots=range(number, plan.slots or 0, count),
+                own=range(number, len(sessions), count) if plan.slots is None else None,
+                connections=len(range(number, connections, count)),
+            )
+            for number in range(count)
+        ]
+        answers = await asyncio.gather(*map(self._hand, self._busy, shares), return_exceptions=True)
+        for answer in answers:
+            if answer is not None:
+                raise answer if isinstance(answer, BaseException) else OSError(answer)
+
+    async def _hand(self, worker: _Process, share: Share) -> str | None:
+        """Give a worker its share; why it cannot connect, if it cannot."""
+        if worker.writer is None:
+            worker.reader, worker.writer = await asyncio.open_unix_connection(sock=worker.socket)
+            send(worker.writer, *self._setup)
+            await self._hear(worker)
+        worker.took.clear()
+        send(worker.writer, "cell", share)
+        _, problem = await self._hear(worker)
+        return str(problem) if problem is not None else None
+
+    def _write(self, sessions: Sequence[Sequence[Item]]) -> list[list[tuple[int, str, int, int]]]:
+        """Move the payloads to the file that workers map; where each begins and ends."""
         os.ftruncate(self._payloads, 0)
         os.lseek(self._payloads, 0, os.SEEK_SET)
         at = 0
@@ -160,34 +202,7 @@ class Workers:
                     at += size
                     item.payload = b""
                 rows.append(row)
-        self._fill_cursor(len(sessions))
-        self._sessions = [[item.index for item in session] for session in sessions]
-        self._api = plan.api
-        self._busy = []
-        for number in range(count):
-            worker = self._all[number]
-            if worker.process.poll() is not None:
-                self._end(worker)
-                worker = self._all[number] = self._spawn(number)
-            self._busy.append(worker)
-        for number, worker in enumerate(self._busy):
-            if worker.writer is None:
-                worker.reader, worker.writer = await asyncio.open_unix_connection(sock=worker.socket)
-                send(worker.writer, *self._setup)
-                await self._hear(worker)
-            worker.took.clear()
-            share = Share(
-                plan=plan,
-                sessions=rows,
-                slots=range(number, plan.slots or 0, count),
-                own=range(number, len(sessions), count) if plan.slots is None else None,
-                connections=len(range(number, connections, count)),
-            )
-            send(worker.writer, "cell", share)
-        for worker in self._busy:
-            _, problem = await self._hear(worker)
-            if problem is not None:
-                raise OSError(problem)
+        return rows
 
     def _fill_cursor(self, count: int) -> None:
         os.ftruncate(self._cursor, 0)
