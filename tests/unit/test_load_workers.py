@@ -150,6 +150,14 @@ def test_each_number_is_taken_once_and_in_order() -> None:
     assert all(numbers == sorted(numbers) for numbers in taken)
 
 
+def test_a_worker_loads_nothing_that_it_has_no_use_for() -> None:
+    """They start together, before a clock does: each one's start is everybody's."""
+    code = "import sys, specrig.load.worker; print(*{name.partition('.')[0] for name in sys.modules})"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert {"uvloop", "httptools", "msgspec"} <= set(loaded)
+    assert not {"tokenizers", "transformers", "httpx", "jinja2", "yaml"} & set(loaded)
+
+
 def test_the_lag_of_two_loops_is_that_of_their_samples_together() -> None:
     one, two = [0.001, 0.003, 0.0], [0.010, 0.002]
     pooled = Lag.of(one + two, 3.0, 0.5)
