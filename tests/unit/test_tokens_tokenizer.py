@@ -129,6 +129,113 @@ def test_the_names_that_templates_use(tmp_path: Path) -> None:
     assert ours.eos_ids == {96}
 
 
+TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+PROMPT = "{% if add_generation_prompt %}<assistant>{% endif %}"
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "größe <&>", "parameters": {"b": 1, "a": [2]}}}]
+TEMPLATES = {
+    "thinking is a switch": TURNS + PROMPT + "{% if not enable_thinking %}<think></think>{% endif %}",
+    "thinking adds to the generation prompt": TURNS + PROMPT + "{% if enable_thinking %}<think>think{% endif %}",
+    "thinking is on unless turned off": TURNS
+    + "{% if enable_thinking is defined and enable_thinking is false %}/no{% endif %}",
+    "thinking is ignored": TURNS + PROMPT,
+    "a namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}"
+    + TURNS,
+    "loop controls": "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}{{ m.content }}"
+    "{% if loop.index > 2 %}{% break %}{% endif %}{% endfor %}",
+    "a macro": "{% macro turn(m) %}[{{ m.role }}] {{ m.content | trim }}{% endmacro %}"
+    "{% for m in messages %}{{ turn(m) }}{% endfor %}",
+    "json": "{{ messages | tojson(ensure_ascii=False, indent=2) }}{{ messages | tojson(ensure_ascii=True) }}"
+    "{{ messages | tojson(separators=(',', ':'), sort_keys=True) }}",
+    "tools": "{% if tools %}{% for t in tools %}{{ t | tojson(indent=4) }}{% endfor %}{% endif %}" + TURNS,
+    "bos and a date": "{{ bos_token }}{{ strftime_now('%d %b %Y') }}" + TURNS,
+    "generation tags": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}\n{% endfor %}",
+    "trimmed blocks": "{% for m in messages %}\n    {% if true %}\n {{ m.content }}\n    {% endif %}\n{% endfor %}\n",
+    "tokens that are not set": "[{{ pad_token }}|{{ image_token }}|{{ documents }}]" + TURNS,
+}
+TALK = [
+    {"role": "system", "content": " Be <brief> & 'kind' "},
+    {"role": "user", "content": "Hi {{ x }}"},
+    {"role": "assistant", "content": "Yes."},
+    {"role": "user", "content": "Why?"},
+]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_templates_equal_transformers(tmp_path: Path, name: str, thinking: bool, tools: Any) -> None:
+    transformers = pytest.importorskip("transformers")
+    more = {"extra_special_tokens": {"image_token": "</s>"}, "tokenizer_class": "PreTrainedTokenizerFast"}
+    folder = small(tmp_path / "t", chat_template=TEMPLATES[name], **more)
+    ours = tokenizers.load(folder)
+    theirs = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    options = {"tools": tools, "add_generation_prompt": True, "enable_thinking": thinking}
+    assert ours.render(TALK, thinking, tools=tools) == theirs.apply_chat_template(TALK, tokenize=False, **options)
+    ids = theirs.apply_chat_template(TALK, tokenize=True, **options)["input_ids"]
+    assert ours.chat_ids(TALK, thinking, tools=tools) == ids
+
+
+def test_the_length_of_an_encoding_is_not_its_tokens(ours: Tokenizer, theirs: Any) -> None:
+    """apply_chat_template(tokenize=True) gives a mapping in transformers 5, whose length is its number of keys."""
+    found = theirs.apply_chat_template(MESSAGES[1], tokenize=True, add_generation_prompt=True, enable_thinking=False)
+    count = len(ours.chat_ids(MESSAGES[1]))
+    assert len(found["input_ids"]) == count
+    assert len(found) < count
+
+
+@pytest.mark.parametrize("place", ["list", "files", "default only", "no default"])
+def test_named_templates_equal_transformers(tmp_path: Path, place: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    named = {"tool_use": "T" + TEMPLATES["tools"], "default": "D" + TURNS, "rag": "R"}
+    if place == "default only":
+        del named["tool_use"]
+    if place == "no default":
+        del named["default"]
+    rows = [{"name": name, "template": text} for name, text in named.items()]
+    more = {} if place == "files" else {"chat_template": rows}
+    folder = small(tmp_path / "t", tokenizer_class="PreTrainedTokenizerFast", **more)
+    if place == "files":
+        (folder / "chat_template.jinja").write_text(named.pop("default"))
+        (folder / "additional_chat_templates").mkdir()
+        for name, text in named.items():
+            (folder / "additional_chat_templates" / f"{name}.jinja").write_text(text)
+    ours = tokenizers.load(folder)
+    theirs = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    for tools in (None, TOOLS):
+        if place == "no default" and tools is None:
+            with pytest.raises(ValueError, match="no default"):
+                theirs.apply_chat_template(TALK, tokenize=False)
+            with pytest.raises(UsageError, match="has a chat template for tools only"):
+                ours.render(TALK)
+            continue
+        assert ours.render(TALK, tools=tools) == theirs.apply_chat_template(
+            TALK, tools=tools, tokenize=False, add_generation_prompt=True, enable_thinking=False
+        )
+    alone = tokenizers.load(small(tmp_path / "alone", chat_template="D" + TURNS))
+    assert (ours.revision == alone.revision) == (place == "default only")
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_plain_text_begins_as_in_transformers(tmp_path: Path, begins: bool) -> None:
+    """Without a template a prompt is plain text, and what is put around it is the post-processor's to say."""
+    transformers = pytest.importorskip("transformers")
+    folder = small(tmp_path / "t", tokenizer_class="PreTrainedTokenizerFast", add_bos_token=True)
+    if begins:
+        file = json.loads((folder / "tokenizer.json").read_text())
+        file["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [95], "tokens": ["<s>"]}},
+        }
+        (folder / "tokenizer.json").write_text(json.dumps(file))
+    base = tokenizers.load(folder)
+    theirs = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    assert not base.has_template
+    assert base.encode("ab", special=True) == theirs("ab")["input_ids"] == [95, 65, 66][0 if begins else 1 :]
+    assert base.encode("ab") == theirs("ab", add_special_tokens=False)["input_ids"] == [65, 66]
+
+
 def test_a_template_is_sandboxed(tmp_path: Path) -> None:
     folder = small(tmp_path / "t", chat_template="{{ messages.__class__.__mro__ }}{{ messages.append(1) }}")
     with pytest.raises(UsageError, match="refuses these messages"):

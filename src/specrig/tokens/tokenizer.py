@@ -56,16 +56,17 @@ class Tokenizer:
         revision: str = "unknown",
         eos_ids: Iterable[int] = (),
         template: str | None = None,
+        tool_template: str | None = None,
         special_tokens: Mapping[str, str] | None = None,
     ) -> None:
         self._backend = backend
-        self._template_text = template
-        self._template: Template | None = None
+        self._texts = {False: template, True: tool_template or template}
+        self._templates: dict[str, Template] = {}
         self._special_tokens = dict(special_tokens or {})
         self.path = path
         self.revision = revision
         self.eos_ids = frozenset(eos_ids)
-        self.has_template = template is not None
+        self.has_template = template is not None or tool_template is not None
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Return the ids of a text; `special` adds what the tokenizer puts around a text (BOS)."""
@@ -97,12 +98,14 @@ class Tokenizer:
         """
         from jinja2 import TemplateError
 
-        if self._template_text is None:
-            raise UsageError(f"{self.path}: has no chat template; expected one, or an API without chat (completions)")
+        text = self._texts[tools is not None]
+        if text is None:
+            kind = "has a chat template for tools only" if self.has_template else "has no chat template"
+            raise UsageError(f"{self.path}: {kind}; expected one, or an API without chat (completions)")
         try:
-            if self._template is None:
-                self._template = _compile(self._template_text)
-            return self._template.render(
+            if text not in self._templates:
+                self._templates[text] = _compile(text)
+            return self._templates[text].render(
                 messages=messages,
                 tools=tools,
                 documents=None,
@@ -134,7 +137,7 @@ def load(path: str | Path) -> Tokenizer:
     if not folder.is_dir():
         raise UsageError(f"--tokenizer {folder}: is not a folder; expected one with a tokenizer.json")
     config = _json(folder / "tokenizer_config.json")
-    template = _template(folder, config)
+    template, tool_template = _templates(folder, config)
     file = folder / "tokenizer.json"
     if file.is_file():
         raw = file.read_bytes()
@@ -143,12 +146,15 @@ def load(path: str | Path) -> Tokenizer:
         backend, raw = _transformers(folder)
     revision = hashlib.sha256(raw)
     revision.update(b"\0" + (template or "").encode())
+    if tool_template is not None:
+        revision.update(b"\0" + tool_template.encode())
     return Tokenizer(
         backend,
         path=folder,
         revision=revision.hexdigest(),
         eos_ids=_eos(folder, config, backend),
         template=template,
+        tool_template=tool_template,
         special_tokens=_special_tokens(folder, config),
     )
 
@@ -334,15 +340,22 @@ def _json(file: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Return the chat template, from the places where transformers looks, in its order."""
-    if (file := folder / "chat_template.jinja").is_file():
-        return file.read_text(encoding="utf-8")
+def _templates(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Return the chat template and the one for messages with tools, from where transformers looks, in its order.
+
+    The second is None where there is one for all.
+    """
     template = _json(folder / "chat_template.json").get("chat_template", config.get("chat_template"))
+    named = {"default": template}
     if isinstance(template, list):
-        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+        named = {str(row.get("name")): row.get("template") for row in template if isinstance(row, dict)}
+    single, more = folder / "chat_template.jinja", sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    if single.is_file() or more:
+        named = {file.stem: file.read_text(encoding="utf-8") for file in more}
+    if single.is_file():
+        named["default"] = single.read_text(encoding="utf-8")
+    default, tools = named.get("default"), named.get("tool_use")
+    return default if isinstance(default, str) else None, tools if isinstance(tools, str) else None
 
 
 def _token_text(value: object) -> str | None:
@@ -354,7 +367,9 @@ def _token_text(value: object) -> str | None:
 def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     merged = {**_json(folder / "special_tokens_map.json"), **config}
     names = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-    return {n: text for n in names if (text := _token_text(merged.get(n))) is not None}
+    extra = merged.get("extra_special_tokens")
+    named = {**(extra if isinstance(extra, Mapping) else {}), **{n: merged.get(n) for n in names}}
+    return {n: text for n, value in named.items() if (text := _token_text(value)) is not None}
 
 
 def _eos(folder: Path, config: Mapping[str, Any], backend: Backend) -> set[int]:
