@@ -372,29 +372,30 @@ def ask(url: str, body: Any = None) -> Any:
         return json.load(answer)
 
 
-def tree_memory(root: int) -> tuple[float, int]:
-    """Resident MB of a process and all below it, and how many they are."""
-    parents: dict[int, int] = {}
-    pages: dict[int, int] = {}
+def tree(root: int) -> tuple[float, float, int]:
+    """Of a process and all below it: resident MB, processor seconds so far, how many they are."""
+    stats: dict[int, list[str]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            with contextlib.suppress(OSError, ValueError):
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                pages[int(entry.name)] = int((entry / "statm").read_text().split()[1])
-    found, more = set(), {root}
+            with contextlib.suppress(OSError):
+                stats[int(entry.name)] = (entry / "stat").read_text().rpartition(")")[2].split()
+    found, more = set(), {root} & stats.keys()
     while more:
         found |= more
-        more = {pid for pid, parent in parents.items() if parent in more} - found
-    return sum(pages.get(pid, 0) for pid in found) * os.sysconf("SC_PAGE_SIZE") / 1e6, len(found)
+        more = {pid for pid, stat in stats.items() if int(stat[1]) in more} - found
+    memory = sum(int(stats[pid][21]) for pid in found) * os.sysconf("SC_PAGE_SIZE") / 1e6
+    ticks = sum(int(value) for pid in found for value in stats[pid][11:15])
+    return memory, ticks / os.sysconf("SC_CLK_TCK"), len(found)
 
 
 def run_client(call: Call, log: Path) -> dict[str, Any]:
-    """A client as a fresh process on its core: wall and processor seconds, peak memory, exit code."""
+    """A client as a fresh process on its core: wall and processor seconds, peak memory, exit code, samples."""
     keep = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     env = (
         keep | {"HF_HUB_OFFLINE": "1", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", "DO_NOT_TRACK": "1"} | call.env
     )
     peak, most = 0.0, 0
+    samples: list[tuple[float, float]] = []
     over = threading.Event()
     with log.open("wb") as output:
         begun = time.monotonic()
@@ -405,8 +406,9 @@ def run_client(call: Call, log: Path) -> dict[str, Any]:
 
         def watch() -> None:
             nonlocal peak, most
-            while not over.wait(0.2):
-                memory, number = tree_memory(process.pid)
+            while not over.wait(0.1):
+                memory, seconds, number = tree(process.pid)
+                samples.append((time.monotonic(), seconds))
                 peak, most = max(peak, memory), max(most, number)
                 if time.monotonic() - begun > RUN_S:
                     with contextlib.suppress(ProcessLookupError):
@@ -420,7 +422,9 @@ def run_client(call: Call, log: Path) -> dict[str, Any]:
         over.set()
         watcher.join()
     cpu = used.ru_utime + used.ru_stime
-    return {"wall_s": wall, "cpu_s": cpu, "peak_mb": peak, "processes": most, "rc": process.returncode}
+    return {
+        "wall_s": wall, "cpu_s": cpu, "peak_mb": peak, "processes": most, "rc": process.returncode, "samples": samples,
+    }  # fmt: skip
 
 
 def quantile(values: list[float], q: float) -> float:
@@ -482,6 +486,9 @@ def measure(name: str, scenario: Scenario, url: str, tokenizer: Path, out: Path)
     if rows:
         figures["prompt_sent"] = statistics.fmean(row["prompt_tokens"] for row in rows)
     got["chunks"] = sum(len(row["sent"]) for row in rows)
+    begun = min((row["received"] for row in rows), default=0.0)
+    before = [seconds for moment, seconds in got.pop("samples") if moment < begun]
+    got["load_cpu_s"] = got["cpu_s"] - before[-1] if before else None
     errors = {check: error_of(check, figures.get(check), true.get(check)) for check in scenario.checks}
     return {"client": name, **got, "figures": figures, "truth": true, "errors": errors}
 
@@ -548,11 +555,11 @@ def claims(found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def cpu_per_million(found: dict[str, list[dict[str, Any]]], row: dict[str, Any]) -> float | None:
-    """Processor seconds per million chunks, what the client takes for one request alone taken off."""
+    """Processor seconds per million chunks from the first request to the end, less what one request takes."""
     alone = next((other for other in found.get("start", []) if other["client"] == row["client"]), None)
-    if alone is None or row["chunks"] <= alone["chunks"] or "problem" in row:
+    if alone is None or "problem" in row or row["load_cpu_s"] is None or alone["load_cpu_s"] is None:
         return None
-    return float(1e6 * (row["cpu_s"] - alone["cpu_s"]) / (row["chunks"] - alone["chunks"]))
+    return float(1e6 * (row["load_cpu_s"] - alone["load_cpu_s"]) / (row["chunks"] - alone["chunks"]))
 
 
 def main() -> int:
