@@ -307,6 +307,11 @@ def test_a_shared_prefix_is_held_once_where_the_server_caches_prefixes() -> None
         "12 at once x (prompt 25,000 + 1,000 to generate) - 11 x 18,750 of the shared prefix = 105,750 is over the KV "
         "capacity of 100,000 tokens: at most 11 at once",
     )
+    paged = msgspec.structs.replace(caching, kv_tokens=704, page_size=64)
+    # 100 common tokens are one whole page: 2 x 384 - 64 = 704
+    assert check(300, 84, paged, 2, shared_tokens=100).fits
+    assert check(300, 84, paged, 2, shared_tokens=100).shared_tokens == 64
+    assert not check(300, 84, msgspec.structs.replace(paged, kv_tokens=703), 2, shared_tokens=100).fits
     with pytest.raises(ValueError, match="expected a part of the prompt's 10"):
         check(10, 1, caching, shared_tokens=11)
 

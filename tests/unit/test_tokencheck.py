@@ -96,6 +96,7 @@ def test_another_tokenizer(
     assert repr(ours.decode(mine[max(first - 4, 0) : first + 4])) in found.message
     assert "\n" not in found.message
     assert server.asked == ["M"]
+    assert compare(server, server.tokenizer).ok  # with its own BOS and tokens it is the same
 
 
 THINKS = "{% if enable_thinking %}<think>\n{% else %}<think>\n\n</think>\n\n{% endif %}"
