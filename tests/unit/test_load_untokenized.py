@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import ssl
 import subprocess
 import sys
 import threading
@@ -80,16 +82,27 @@ class Foreign(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
 
-@pytest.fixture
-def foreign() -> Iterator[str]:
+@contextlib.contextmanager
+def served(certificate: Path | None = None) -> Iterator[str]:
     Foreign.asked = []
     server = ThreadingHTTPServer(("127.0.0.1", 0), Foreign)
+    server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a client that does not trust it
+    if certificate is not None:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(certificate)
+        server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))
     thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
+    yield f"http{'s' if certificate else ''}://127.0.0.1:{server.server_address[1]}"
     server.shutdown()
     thread.join()
     server.server_close()
+
+
+@pytest.fixture
+def foreign() -> Iterator[str]:
+    with served() as url:
+        yield url
 
 
 @pytest.mark.parametrize("api", ["sglang", "openai-chat", "openai-completions"])
@@ -232,6 +245,24 @@ def test_own_prompts_are_the_questions_themselves(foreign: str, tmp_path: Path) 
     assert warmup not in texts
     assert len(set(sent)) == 4
     assert set(sent) < texts
+
+
+def test_own_certificates_are_trusted_by_control_calls_too(
+    certificate: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = sweep(
+        tmp_path / "s.yml", "name: q, prompts: questions, output_tokens: 3, requests: 2, cache: shared", "openai-chat"
+    )
+    with served(certificate) as url:
+        assert load(file, url, tmp_path / "run", "--ca-file", str(certificate)) == 1  # no usage: invalid
+        assert [record["ok"] for record in rows(tmp_path / "run", "requests")] == [True, True]
+        capsys.readouterr()
+        assert load(file, url, tmp_path / "doubting") == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "certificate verify failed" in line
+        assert load(file, url, tmp_path / "nothing", "--ca-file", str(tmp_path / "none.pem")) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "none.pem: cannot read certificates" in line
 
 
 HEAVY = ("transformers", "tokenizers", "jinja2", "pandas", "numpy", "scipy", "matplotlib", "ansible")

@@ -6,6 +6,7 @@ versions are tried where the present ones are not found.
 
 from __future__ import annotations
 
+import ssl
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -52,9 +53,15 @@ class EngineClient:
         base_url: such as ``http://127.0.0.1:30000``; a trailing ``/v1`` is dropped.
         api_key: sent as a bearer token.
         timeout_s: for every call that has no timeout of its own.
+        ca_file: certificates to trust instead of the usual ones, for https.
+
+    Raises:
+        UsageError: the URL, the key or the file cannot be used.
     """
 
-    def __init__(self, base_url: str, api_key: str | None = None, *, timeout_s: float = 10.0) -> None:
+    def __init__(
+        self, base_url: str, api_key: str | None = None, *, timeout_s: float = 10.0, ca_file: str | None = None
+    ) -> None:
         url = base_url.rstrip("/").removesuffix("/v1")
         try:
             parsed = httpx.URL(url)
@@ -66,7 +73,15 @@ class EngineClient:
         check_endpoint(base_url, api_key)
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout_s = timeout_s
-        self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout_s, trust_env=False)
+        # reading all the certificates there are takes longer than every call of a short load: only where there is TLS,
+        # and no redirect is followed, so that plain HTTP stays that
+        verify: bool | ssl.SSLContext = parsed.scheme == "https"
+        if verify and ca_file is not None:
+            try:
+                verify = ssl.create_default_context(cafile=ca_file)
+            except OSError as error:
+                raise UsageError(f"{ca_file}: cannot read certificates: {error.strerror or error}") from error
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout_s, trust_env=False, verify=verify)
 
     def __enter__(self) -> Self:
         return self
@@ -182,7 +197,9 @@ class EngineClient:
 
     def metrics(self) -> str:
         """The text of ``/metrics``; an `EngineError` of kind ``not-found`` where metrics are off."""
-        response = self._send("GET", "/metrics", follow_redirects=True)
+        response = self._send("GET", "/metrics")
+        if response.is_redirect:
+            response = self._send("GET", "/metrics/")
         if response.status_code != 200:
             raise self._error(response)
         return response.text

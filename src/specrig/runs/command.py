@@ -43,7 +43,7 @@ def load_command(args: argparse.Namespace) -> int:
         UsageError: the arguments, the sweep or the folder cannot be used.
         SpecrigError: the server is not the one asked for, or a result cannot be written.
     """
-    with EngineClient(args.url, args.api_key or os.environ.get("SPECRIG_API_KEY")) as control:
+    with EngineClient(args.url, args.api_key or os.environ.get("SPECRIG_API_KEY"), ca_file=args.ca_file) as control:
         return _load(args, control)
 
 
