@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from specrig.load.api import Ask, Decoder, make_decoder, request_body
+from specrig.load.api import Ask, Decoder, NativeDecoder, make_decoder, request_body
 from specrig.load.sse import SseParser
 
 
@@ -60,6 +62,47 @@ def test_native_without_a_finish_reason_has_none() -> None:
     event = {"text": "a", "output_ids": [9], "meta_info": {"completion_tokens": 1, "finish_reason": None}}
     decoder = play(make_decoder("sglang"), sse(event, "[DONE]"))
     assert (decoder.terminal, decoder.error, decoder.finish_reason) == (True, None, None)
+
+
+class WholeDecoder(NativeDecoder):
+    """Every event is decoded whole, as the first and the last are."""
+
+    def _event(self, event: bytes, t: float) -> None:
+        self._whole(self._full.decode(event), t)
+
+
+TEXTS = st.one_of(
+    st.text(max_size=8),
+    st.sampled_from(['"completion_tokens":9', '\\"finish_reason":null,"error":1', '{"meta_info":{']),
+)
+PIECES = st.tuples(
+    TEXTS,
+    st.lists(st.integers(0, 9), max_size=3),
+    st.sampled_from([None, None, None, None, {"type": "abort", "message": "x"}, "length"]),
+    st.sampled_from([None, None, None, None, None, {"message": "no"}]),
+    st.dictionaries(TEXTS, TEXTS, max_size=2),
+    st.booleans(),
+)
+
+
+@given(st.lists(PIECES, max_size=8), st.booleans(), st.booleans())
+def test_native_events_in_mid_stream_mean_what_they_mean_whole(
+    pieces: list[tuple[str, list[int], object, object, dict[str, str], bool]], cumulative: bool, ascii_only: bool
+) -> None:
+    fast, whole = NativeDecoder(), WholeDecoder()
+    ids: list[int] = []
+    text = ""
+    for number, (piece, new, reason, error, more, counted) in enumerate([*pieces, ("", [], "length", None, {}, True)]):
+        ids += new
+        text += piece
+        meta = {"finish_reason": reason, "completion_tokens": len(ids) if counted else None, "prompt_tokens": 5, **more}
+        shown = (text, ids) if cumulative else (piece, new)
+        body = {**more, "text": shown[0], "output_ids": shown[1], "meta_info": meta}
+        event = json.dumps(body if error is None else {**body, "error": error}, ensure_ascii=ascii_only).encode()
+        for decoder in (fast, whole):
+            decoder.feed(event, float(number))
+    for name in ("t", "k", "error", "message", "finish_reason", "prompt_tokens", "text", "output_ids", "output_tokens"):
+        assert getattr(fast, name) == getattr(whole, name), name
 
 
 def test_native_repeated_ids_are_not_taken_for_a_cumulative_stream() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import ssl
 import time
@@ -15,7 +16,7 @@ import uvloop
 
 from specrig.errors import UsageError
 from specrig.load.api import make_decoder
-from specrig.load.stream import Exchange, StreamClient, Timeouts, clock
+from specrig.load.stream import Exchange, StreamClient, Timeouts, clock, uncollected
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter, bytes], Awaitable[None]]
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -317,6 +318,20 @@ def test_plain_calls_and_headers() -> None:
     assert result == (200, b"hi")
     assert heads[0].startswith(b"GET /v1/loads HTTP/1.1\r\n")
     assert b"\r\nAuthorization: Bearer k3y\r\n" in heads[0]
+
+
+def test_finished_exchanges_are_freed_without_the_garbage_collector() -> None:
+    async def use(client: StreamClient) -> Any:
+        gc.collect()
+        with uncollected():
+            assert not gc.isenabled()
+            for _ in range(20):
+                assert (await ask(client)).error is None
+            await asyncio.sleep(0.05)  # until what is looked at in a batch has been
+            return sum(isinstance(thing, Exchange) for thing in gc.get_objects())
+
+    assert drive(once([HEAD, chunk(event(1, "length") + DONE), b"0\r\n\r\n"]), use) <= 1
+    assert gc.isenabled()
 
 
 def test_a_blocked_loop_shows_as_lag() -> None:

@@ -102,7 +102,7 @@ def request_body(api: str, model: str, ask: Ask) -> bytes:
     return msgspec.json.encode(body)
 
 
-class _Spec(msgspec.Struct):
+class _Spec(msgspec.Struct, gc=False):
     """The speculation counters under the names of every SGLang generation."""
 
     spec_verify_ct: int | None = None
@@ -119,7 +119,7 @@ class _Spec(msgspec.Struct):
         return None
 
 
-class _Meta(_Spec):
+class _Meta(_Spec, gc=False):
     id: str | None = None
     finish_reason: Any = None
     prompt_tokens: int | None = None
@@ -128,26 +128,33 @@ class _Meta(_Spec):
     queue_time: float | None = None
 
 
-class _Native(msgspec.Struct):
+class _Native(msgspec.Struct, gc=False):
     text: str | None = None
     output_ids: list[int] | None = None
     meta_info: _Meta | None = None
     error: Any = None
 
 
-class _LightMeta(msgspec.Struct):
+class _LightMeta(msgspec.Struct, gc=False):
     completion_tokens: int | None = None
     finish_reason: Any = None
 
 
-class _LightNative(msgspec.Struct):
+class _LightNative(msgspec.Struct, gc=False):
     """What is needed of a cumulative event in mid-stream; its text and ids are skipped, not built."""
 
     meta_info: _LightMeta | None = None
     error: Any = None
 
 
-class _Delta(msgspec.Struct):
+class _LightPiece(_LightNative, gc=False):
+    """What is needed of an incremental event in mid-stream."""
+
+    text: str | None = None
+    output_ids: list[int] | None = None
+
+
+class _Delta(msgspec.Struct, gc=False):
     role: str | None = None
     content: str | None = None
     reasoning_content: str | None = None
@@ -155,27 +162,27 @@ class _Delta(msgspec.Struct):
     tool_calls: Any = None
 
 
-class _Choice(msgspec.Struct):
+class _Choice(msgspec.Struct, gc=False):
     delta: _Delta | None = None
     text: str | None = None
     finish_reason: str | None = None
 
 
-class _Details(msgspec.Struct):
+class _Details(msgspec.Struct, gc=False):
     cached_tokens: int | None = None
 
 
-class _Usage(msgspec.Struct):
+class _Usage(msgspec.Struct, gc=False):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
 
 
-class _SglExt(msgspec.Struct):
+class _SglExt(msgspec.Struct, gc=False):
     spec_tokens_details: _Spec | None = None
 
 
-class _OpenAi(msgspec.Struct):
+class _OpenAi(msgspec.Struct, gc=False):
     id: str | None = None
     choices: list[_Choice] = []
     usage: _Usage | None = None
@@ -309,6 +316,7 @@ class NativeDecoder(Decoder):
     """SGLang's /generate, cumulative or incremental; which of the two shows in the stream itself."""
 
     _light = msgspec.json.Decoder(_LightNative)
+    _piece = msgspec.json.Decoder(_LightPiece)
     _full = msgspec.json.Decoder(_Native)
 
     def __init__(self, count_text: Callable[[str], int] | None = None) -> None:
@@ -328,13 +336,17 @@ class NativeDecoder(Decoder):
         return "".join(self._text)
 
     def _event(self, event: bytes, t: float) -> None:
-        if self._cumulative:
-            light = self._light.decode(event)
+        if self._cumulative is not None:  # neither the first event nor, as seen below, the last
+            light = self._light.decode(event) if self._cumulative else self._piece.decode(event)
             meta = light.meta_info
             if light.error is None and meta is not None and meta.finish_reason is None:
-                if meta.completion_tokens is not None:
-                    self._count(meta.completion_tokens, t)
-                return
+                total = meta.completion_tokens
+                if total is not None:
+                    if isinstance(light, _LightPiece):
+                        self._ids += light.output_ids or ()
+                        self._text.append(light.text or "")
+                    self._count(total, t)
+                    return
         self._whole(self._full.decode(event), t)
 
     def _whole(self, event: _Native, t: float) -> None:

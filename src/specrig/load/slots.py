@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from specrig.load.api import Decoder, make_decoder
-from specrig.load.stream import StreamClient, Timeouts, clock
+from specrig.load.stream import StreamClient, Timeouts, clock, uncollected
 
 _LEAD_S = 0.05
 _CUT_OFF = ("first_token_timeout", "idle_timeout", "request_timeout", "aborted")
@@ -144,25 +144,26 @@ async def drive(
         while not over() and (chosen := following()) is not None:
             await session(chosen, None)
 
-    async with asyncio.TaskGroup() as group:
-        if plan.due is None:
-            for number in slots:
-                group.create_task(slot(number))
-            return
-        free = asyncio.Semaphore(len(slots)) if plan.slots is not None else None
-        while True:
-            if free is not None:
-                await free.acquire()
-            if over() or (chosen := following()) is None:
+    with uncollected():
+        async with asyncio.TaskGroup() as group:
+            if plan.due is None:
+                for number in slots:
+                    group.create_task(slot(number))
                 return
-            moment = origin + plan.due[chosen]
-            while not over() and (left := moment - clock()) > 0:
-                await asyncio.sleep(min(left, 0.25))
-            if over():
-                return
-            task = group.create_task(session(chosen, moment))
-            if free is not None:
-                task.add_done_callback(lambda _, free=free: free.release())  # type: ignore[misc]
+            free = asyncio.Semaphore(len(slots)) if plan.slots is not None else None
+            while True:
+                if free is not None:
+                    await free.acquire()
+                if over() or (chosen := following()) is None:
+                    return
+                moment = origin + plan.due[chosen]
+                while not over() and (left := moment - clock()) > 0:
+                    await asyncio.sleep(min(left, 0.25))
+                if over():
+                    return
+                task = group.create_task(session(chosen, moment))
+                if free is not None:
+                    task.add_done_callback(lambda _, free=free: free.release())  # type: ignore[misc]
 
 
 async def pause(stop: asyncio.Event, seconds: float) -> None:

@@ -18,7 +18,7 @@ class SseParser:
     Only ``data`` is kept: ``event``, ``id`` and ``retry`` matter to a browser's EventSource, not to a completion.
     """
 
-    __slots__ = ("_buffer", "_data", "_skip_lf", "_started", "comments")
+    __slots__ = ("_at_event", "_buffer", "_data", "_skip_lf", "_started", "comments")
 
     def __init__(self) -> None:
         """Start before the first byte of a stream."""
@@ -26,6 +26,7 @@ class SseParser:
         self._data: list[bytes] | None = None
         self._skip_lf = False
         self._started = False
+        self._at_event = False  # whole events were read, and nothing after them
         self.comments = 0
 
     def feed(self, piece: bytes) -> list[bytes]:
@@ -38,12 +39,16 @@ class SseParser:
             The data of each event that these bytes ended, in order, as UTF-8 bytes.
         """
         # nearly every piece of nearly every server: whole events of one data line each
-        at_line_start = self._started and not self._buffer and self._data is None and not self._skip_lf
-        if at_line_start and piece[:6] == b"data: " and piece[-2:] == b"\n\n" and b"\r" not in piece:
-            parts = piece[6:-2].split(b"\n\ndata: ")
+        if self._at_event and piece[:6] == b"data: " and piece[-2:] == b"\n\n" and b"\r" not in piece:
+            data = piece[6:-2]
+            if b"\n" not in data:
+                return [data]
+            parts = data.split(b"\n\ndata: ")
             if piece.count(b"\n") == 2 * len(parts):
                 return parts
-        return self._feed(piece)
+        events = self._feed(piece)
+        self._at_event = self._started and not self._buffer and self._data is None and not self._skip_lf
+        return events
 
     def _feed(self, piece: bytes) -> list[bytes]:
         buffer = self._buffer + piece
