@@ -360,7 +360,7 @@ def main() -> int:
     parser.add_argument("--kind", choices=KINDS, default="native", help="of the events; cumulative ones grow")
     parser.add_argument("--streams", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=1.5, help="of each paced round")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each paced round")
     parser.add_argument("--rates", type=int, nargs="+", default=[20_000, 60_000], help="chunks a second")
     parser.add_argument("--json", metavar="FILE", help="write the figures here too")
     arguments = parser.parse_args()

@@ -327,7 +327,7 @@ def test_finished_exchanges_are_freed_without_the_garbage_collector() -> None:
             assert not gc.isenabled()
             for _ in range(20):
                 assert (await ask(client)).error is None
-            await asyncio.sleep(0.05)  # until what is looked at in a batch has been
+            await asyncio.sleep(0.1)  # until what is looked at in a batch has been
             return sum(isinstance(thing, Exchange) for thing in gc.get_objects())
 
     assert drive(once([HEAD, chunk(event(1, "length") + DONE), b"0\r\n\r\n"]), use) <= 1

@@ -3,7 +3,7 @@
 What makes it measure what it says:
 
 * Connections are opened before a request is due; the clock starts at the write of its bytes.
-* ``data_received`` takes the time and hands the bytes to the HTTP parser (C). Events and JSON are looked at every ten
+* ``data_received`` takes the time and hands the bytes to the HTTP parser (C). Events and JSON are looked at every twenty
   milliseconds, for many packets at a time costs less than for each, and when an answer is whole; in slices of a tenth
   of a millisecond between which sockets are read, so that one stream's parsing is not in another stream's time.
 * Python's garbage collector, which stops every stream for longer the more prompts and records there are, waits until
@@ -37,7 +37,7 @@ from specrig.load.sse import SseParser
 clock = time.perf_counter
 """The clock of every time stamp: monotonic, seconds."""
 
-_BATCH_S = 0.01
+_BATCH_S = 0.02
 _SLICE_S = 0.0001
 _KEPT_BODY = 65536
 _CONNECT_S = 10.0
