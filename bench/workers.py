@@ -28,7 +28,7 @@ def serve(port: int, chunks: int) -> None:
     """Answer every request with the same stream, as fast as the client reads it."""
     import uvloop
 
-    answer = HEAD + b"".join(event(number + 1, number == chunks - 1) for number in range(chunks)) + DONE
+    answer = HEAD + b"".join(event("native", number + 1, number == chunks - 1) for number in range(chunks)) + DONE
 
     class Source(asyncio.Protocol):
         def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -3,9 +3,9 @@
 What makes it measure what it says:
 
 * Connections are opened before a request is due; the clock starts at the write of its bytes.
-* ``data_received`` takes the time and hands the bytes to the HTTP parser (C). Events and JSON are looked at every twenty
-  milliseconds, for many packets at a time costs less than for each, and when an answer is whole; in slices of a tenth
-  of a millisecond between which sockets are read, so that one stream's parsing is not in another stream's time.
+* ``data_received`` takes the time and hands the bytes to the HTTP parser (C). Events and JSON are looked at when an
+  answer is whole, and every twenty milliseconds, for many packets at a time cost less than one by one; in slices of a
+  tenth of a millisecond between which sockets are read, so that one stream's parsing is not in another stream's time.
 * Python's garbage collector, which stops every stream for longer the more prompts and records there are, waits until
   the requests are over (:func:`uncollected`).
 * There is no connection limit: as many as there are requests at once.
