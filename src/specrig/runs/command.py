@@ -21,7 +21,7 @@ from specrig.load.metrics import median
 from specrig.load.stream import Timeouts
 from specrig.model.cell import Cell, expand, select
 from specrig.model.record import CellRow, Request
-from specrig.model.sweep import load_sweep
+from specrig.model.sweep import Sweep, load_sweep
 from specrig.runs.folder import RunFolder, is_run_folder
 from specrig.runs.measure import Job, Progress, cells_of, describe, finish, run_job
 from specrig.tokens import tokenizer as tokenizers
@@ -58,7 +58,7 @@ def _load(args: argparse.Namespace, control: EngineClient) -> int:
     if is_run_folder(folder):
         opened = RunFolder.open(folder)
         cells = cells_of(opened)
-        if opened.manifest.get("sweep") != msgspec.json.decode(msgspec.json.encode(sweep)):
+        if not _same_sweep(opened.manifest.get("sweep"), sweep):
             raise UsageError(
                 f"{folder}: holds another run than {args.sweep} describes; give its own sweep, or a new folder"
             )
@@ -131,6 +131,14 @@ def _load(args: argparse.Namespace, control: EngineClient) -> int:
     if number is not None:
         return 128 + number
     return 1 if any(row.state != "done" for row in rows) else 0
+
+
+def _same_sweep(kept: object, sweep: Sweep) -> bool:
+    """Whether a manifest's sweep is this one; keys that came after it was written have their defaults."""
+    try:
+        return msgspec.convert(kept, Sweep) == sweep
+    except msgspec.ValidationError:
+        return False
 
 
 def _abort(run: RunFolder, why: str) -> None:
