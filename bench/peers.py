@@ -547,7 +547,7 @@ def claims(found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
                     claim(f"{label}: error of {UNITS[check]}", error, theirs, RESOLUTION[check])
                 if name == "start":
                     walls = {peer["client"]: peer["wall_s"] for peer in peers if "problem" not in peer}
-                    claim(f"{label}: wall s", row["wall_s"], walls, 0)
+                    claim(f"{label}: wall s", None if "problem" in row else row["wall_s"], walls, 0)
                 if name == "flood":
                     costs = known({peer["client"]: cpu_per_million(found, peer) for peer in peers})
                     claim(f"{label}: CPU s per million chunks", cpu_per_million(found, row), costs, 0, strict=True)

@@ -194,7 +194,10 @@ class Server:
         elif path == "/v1/models":
             value = {"object": "list", "data": [{"id": MODEL, "object": "model", "max_model_len": 131072}]}
         elif path == "/tokenize":
-            value = {"tokens": self.tokenizer.encode(json.loads(body).get("prompt", ""))}
+            wanted = json.loads(body)
+            value = {
+                "tokens": self._templated(wanted) if "messages" in wanted else self.tokenizer.encode(wanted["prompt"])
+            }
         elif path in ("/server_info", "/get_server_info"):
             value = {"served_model_name": MODEL, "model_path": MODEL, "tp_size": 1, "max_total_num_tokens": 1 << 24,
                      "max_running_requests": 4096, "context_length": 131072, "version": "truth",
@@ -216,14 +219,19 @@ class Server:
 
     # -- streams -------------------------------------------------------------------------------------------------------
 
+    def _templated(self, body: dict[str, Any]) -> list[int]:
+        """The ids of messages, the chat template included."""
+        options = body.get("chat_template_kwargs") or {}
+        text = self.tokenizer.apply_chat_template(
+            body["messages"], tokenize=False, add_generation_prompt=True, tools=body.get("tools"), **options
+        )
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
     def _prompt_tokens(self, route: str, body: dict[str, Any]) -> int:
-        """What a model would read: the chat template included."""
+        """What a model would read."""
         if route == "chat":
-            options = body.get("chat_template_kwargs") or {}
-            text = self.tokenizer.apply_chat_template(
-                body["messages"], tokenize=False, add_generation_prompt=True, **options
-            )
-            return len(self.tokenizer.encode(text, add_special_tokens=False))
+            return len(self._templated(body))
         prompt: Any = (body.get("input_ids") or body["text"]) if route == "native" else body["prompt"]
         if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
             prompt = prompt[0]
