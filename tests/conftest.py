@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ def samples() -> Path:
 @pytest.fixture(scope="session")
 def tokenizer_dir() -> Path:
     """A folder with the real Qwen tokenizer and a chat template, built once and kept between runs."""
-    from specrig.ops.lab.model import build_tokenizer
+    from specrig.ops.lab.model import CHAT_TEMPLATE, build_tokenizer
 
     cache = REPOSITORY / ".cache" / "tests"
     folder = cache / "tokenizer"
@@ -42,6 +43,11 @@ def tokenizer_dir() -> Path:
             except OSError:
                 if not (folder / "tokenizer_config.json").is_file():
                     raise
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    if config["chat_template"] != CHAT_TEMPLATE:  # kept since before the template was changed
+        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".new", delete=False) as new:
+            json.dump({**config, "chat_template": CHAT_TEMPLATE}, new)
+        Path(new.name).replace(folder / "tokenizer_config.json")
     return folder
 
 

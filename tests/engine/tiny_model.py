@@ -21,7 +21,7 @@ import numpy as np
 from specrig.ops.lab.model import build_tokenizer
 
 NAME = "tiny-qwen3"
-FORMAT = 2
+FORMAT = 3
 """Version of what is written; part of the cache's key."""
 SEED = 20261201
 LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM = 2, 64, 128, 4, 2, 32

@@ -247,7 +247,8 @@ def test_the_chat_template_writes_tool_calls_and_results(tokenizer_dir: Path) ->
     text = chat(tokenizer_dir, messages=[{"role": "user", "content": [{"type": "text", "text": "go"}]}, call, *results])
     assert text == (
         "<|im_start|>user\ngo<|im_end|>\n"
-        '<|im_start|>assistant\n\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+        "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call><|im_end|>\n"
         "<|im_start|>user\n<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response><|im_end|>\n"
     )
 

@@ -96,6 +96,13 @@ workloads:
 """
     agent, own, rate = parse_sweep(text).workloads
     assert (agent.turns, agent.tool_s) == (4, 0.5)
+    session = text.replace("agentic, prompt_tokens: 4096", "own.jsonl, turns: 2")
+    assert parse_sweep(session).workloads[0].turns == 2
+    assert "openai-completions" in error_of(session.replace("model: m", "model: m\napi: openai-completions"))
+    assert "saw tool_s without turns; expected both" in error_of(session.replace("turns: 2, ", ""))
+    assert "a turn waits for the one before" in error_of(
+        session.replace("requests: 4", "requests: 4, arrival: poisson, rate: 1")
+    )
     assert (own.prompt_tokens, own.stop) == ((None,), "natural")
     assert (rate.rate, rate.concurrency) == ((1.0, 2.5), (None,))
 
@@ -123,7 +130,7 @@ workloads:
         ("arrival: poisson, rate: .nan", "$.workloads[1].rate: saw nan; expected a number above 0"),
         ("cache: warm", "$.workloads[1].cache: saw the text 'warm'; expected one of flush, unique, shared"),
         ("stop: off", "$.workloads[1].stop: saw the text 'off'; expected one of length, natural"),
-        ("turns: 3", "$.workloads[1]: saw turns or tool_s with prompts prose; expected them with agentic only"),
+        ("turns: 3", "$.workloads[1]: saw turns or tool_s with prompts prose; expected them with agentic or a ."),
         ("phrase: x", "$.workloads[1]: saw phrase or tokens_per_repetition with prompts prose; expected repeat"),
         ("profiles: [x]", "$.workloads[1].profiles: saw the list ['x']; expected no profiles here"),
         (

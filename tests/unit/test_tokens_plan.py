@@ -139,7 +139,7 @@ def test_a_prompt_that_cannot_be_built_is_named_and_the_rest_runs(tokenizer: Tok
 
 
 def test_a_server_with_another_tokenizer(tokenizer: Tokenizer) -> None:
-    planned = plan(parse_sweep(SWEEP), tokenizer, LIMITS, PROFILES, server_count=lambda _: 4_100)
+    planned = plan(parse_sweep(SWEEP), tokenizer, LIMITS, PROFILES, server_count=lambda _messages, _tools: 4_100)
     assert len(planned.infeasible) == 6
     assert "the server counts 4,100 tokens for a prompt of 4,096" in planned.infeasible[0].reason
     assert not plan(
@@ -147,7 +147,7 @@ def test_a_server_with_another_tokenizer(tokenizer: Tokenizer) -> None:
         tokenizer,
         LIMITS,
         PROFILES,
-        server_count=lambda messages: len(tokenizer.chat_ids(messages)),
+        server_count=lambda messages, tools: len(tokenizer.chat_ids(messages, tools=tools)),
     ).infeasible
 
 

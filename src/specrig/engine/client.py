@@ -275,6 +275,7 @@ class EngineClient:
         prompt: str | None = None,
         *,
         messages: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         model: str = "default",
     ) -> list[int]:
@@ -282,6 +283,8 @@ class EngineClient:
         body: dict[str, Any] = {"model": model}
         if messages is not None:
             body["messages"] = [dict(row) for row in messages]
+            if tools:
+                body["tools"] = [dict(row) for row in tools]
             if chat_template_kwargs is not None:
                 body["chat_template_kwargs"] = dict(chat_template_kwargs)
         else:

@@ -25,6 +25,7 @@ class Ask:
         max_tokens: how many tokens to generate.
         ids: the prompt as token ids, after the chat template.
         messages: the prompt as chat messages; what openai-chat sends.
+        tools: the functions that the messages may call; openai-chat sends them too.
         text: the prompt as text; what openai-completions sends when ids are not taken.
         ignore_eos: generate exactly ``max_tokens`` tokens.
         temperature: 0 is greedy.
@@ -37,6 +38,7 @@ class Ask:
     max_tokens: int
     ids: Sequence[int] | None = None
     messages: Sequence[Mapping[str, Any]] | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
     text: str | None = None
     ignore_eos: bool = True
     temperature: float = 0.0
@@ -89,6 +91,8 @@ def request_body(api: str, model: str, ask: Ask) -> bytes:
             if ask.messages is None:
                 raise ValueError("the chat API is asked with messages")
             body["messages"] = list(ask.messages)
+            if ask.tools:
+                body["tools"] = list(ask.tools)
             body["chat_template_kwargs"] = {"enable_thinking": ask.thinking}
             body["return_spec_tokens_details"] = True
         else:

@@ -288,6 +288,7 @@ def _ask(cell: Cell, prompt: AnyPrompt, max_tokens: int, rid: str, ids: list[int
         max_tokens=max_tokens,
         ids=ids or prompt.ids,
         messages=prompt.messages,
+        tools=prompt.tools,
         text=prompt.text,
         ignore_eos=cell.stop == "length",
         temperature=cell.sampling.temperature,

@@ -23,7 +23,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         id: first 12 hex digits of the SHA-256 of the canonical JSON of everything that defines the cell.
             Placement, launch, timeouts and corpora are not part of it.
         method: the label, `ddtree-b15`; None where the server is not one of our profiles.
-        requests: requests, or sessions of an agentic workload (each of `turns` requests).
+        requests: requests, or sessions where there are turns (each of `turns` requests).
     """
 
     id: str

@@ -50,7 +50,11 @@ class Skipped(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """manifest.json. `label` is running, complete, aborted, failed or partial."""
+    """manifest.json. `label` is running, complete, aborted, failed or partial.
+
+    `corpora` is the SHA-256 of every text that prompts are made of, `prompts` what is to be said of them: which part of
+    a file's rows is sent, how the tools of agentic sessions are written.
+    """
 
     schema: int = SCHEMA
     run: str
@@ -68,5 +72,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     launches: list[LaunchRow] = []
     model: dict[str, Any] = {}
     corpora: dict[str, str] = {}
+    prompts: list[str] = []
     skipped: list[Skipped] = []
     git: dict[str, Any] | None = None

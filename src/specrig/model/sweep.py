@@ -47,8 +47,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         output_tokens: exact generated lengths, or the upper bound with `stop: natural`.
         read_at: shorter lengths read off the same stream.
         concurrency: requests in flight in closed loop; with an arrival process the most in flight, or None.
-        requests: requests of a cell; for agentic prompts its sessions.
-        turns: requests of an agentic session; tool_s: seconds its tool takes between two turns.
+        requests: requests of a cell; with turns its sessions.
+        turns: requests of a session, agentic or of a .jsonl file; tool_s: seconds that pass between two turns.
         tokens_per_repetition: what the author believes one repetition of `phrase` costs; the plan measures it.
         ramp_s: of a closed loop, seconds over which its concurrency is reached; 0 = at once.
         burstiness: of arrival gamma, the shape of its gaps. burst: of arrival burst, requests at once.
@@ -156,7 +156,7 @@ def _sweep(value: object) -> Sweep:
             raise read.fail(
                 f"$.workloads[{i}].profiles", list(workload.profiles), "no profiles here, as the sweep names none"
             )
-        if workload.prompts == "agentic" and sweep.api == "openai-completions":
+        if (workload.prompts == "agentic" or (workload.turns or 1) > 1) and sweep.api == "openai-completions":
             raise read.fail(
                 f"$.workloads[{i}].prompts", workload.prompts, "a kind without turns, as api is openai-completions"
             )
@@ -323,14 +323,17 @@ def _consistent(workload: Workload, path: str) -> None:
             raise read.fail(f"{path}.read_at[{i}]", length, f"at most the {longest} tokens that are generated")
     for load in workload.concurrency:
         if load is not None and load > workload.requests:
-            what = "sessions" if workload.prompts == "agentic" else "requests"
+            what = "sessions" if workload.turns else "requests"
             raise read.fail(f"{path}.concurrency", load, f"at most the cell's {workload.requests} {what}")
-    if workload.prompts != "agentic" and (workload.turns is not None or workload.tool_s is not None):
+    file = workload.prompts.endswith(".jsonl")
+    if workload.prompts != "agentic" and not file and (workload.turns is not None or workload.tool_s is not None):
         raise UsageError(
-            f"{path}: saw turns or tool_s with prompts {workload.prompts}; expected them with agentic only"
+            f"{path}: saw turns or tool_s with prompts {workload.prompts}; expected them with agentic or a .jsonl file"
         )
-    if workload.prompts == "agentic" and workload.arrival != "closed":
-        raise read.fail(f"{path}.arrival", workload.arrival, "closed, as an agentic turn waits for the one before")
+    if workload.tool_s is not None and workload.turns is None:
+        raise UsageError(f"{path}: saw tool_s without turns; expected both")
+    if workload.turns is not None and workload.arrival != "closed":
+        raise read.fail(f"{path}.arrival", workload.arrival, "closed, as a turn waits for the one before")
     if workload.trace is not None and (len(workload.prompt_tokens) > 1 or len(workload.output_tokens) > 1):
         raise UsageError(f"{path}: saw lists of lengths with a trace; expected one, the largest that a row may name")
     if workload.prompts != "repeat" and (workload.phrase or workload.tokens_per_repetition):

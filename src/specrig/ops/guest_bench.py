@@ -86,6 +86,7 @@ def plan_run(request: Mapping[str, Any]) -> dict[str, Any]:
             "skipped": [msgspec.to_builtins(item) for item in planned.infeasible],
             "plan": {"launches": [_launch(launch, done) for launch in whole]},
             "corpora": planned.corpora,
+            "prompts": list(planned.notes),
             "tokenizer": planned.tokenizer,
             **(request.get("manifest") or {}),
         }

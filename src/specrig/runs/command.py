@@ -52,6 +52,7 @@ def _load(args: argparse.Namespace, control: EngineClient) -> int:
     reason = args.reason or os.environ.get("SPECRIG_REASON")
     api_key = args.api_key or os.environ.get("SPECRIG_API_KEY")
     tokenizer = tokenizers.load(args.tokenizer) if args.tokenizer else None
+    base = Path(args.sweep).resolve().parent
     folder = Path(args.out)
     info, limits = _ask(control)
     models, model_info = _ask_more(control)
@@ -79,7 +80,7 @@ def _load(args: argparse.Namespace, control: EngineClient) -> int:
     if tokenizer is None:
         _need_no_tokenizer(chosen, control)
     launch, block = _launch(opened, args)
-    with opened or RunFolder.create(folder, describe(sweep, cells, tokenizer, reason)) as run, run.lock():
+    with opened or RunFolder.create(folder, describe(sweep, cells, tokenizer, reason, base)) as run, run.lock():
         if opened is not None:
             known = {cell for cell, number in _parts(run) if number == launch}
             if not args.resume and (args.launch is None or known & {cell.id for cell in chosen}):
@@ -104,7 +105,7 @@ def _load(args: argparse.Namespace, control: EngineClient) -> int:
                 idle_s=sweep.timeouts.idle_s,
                 request_s=sweep.timeouts.request_s,
             ),
-            base=Path(args.sweep).resolve().parent,
+            base=base,
             api_key=api_key,
             ca_file=args.ca_file,
             limits=limits,

@@ -36,6 +36,7 @@ from specrig.model.record import CellRow, Request
 from specrig.model.sweep import Sweep
 from specrig.runs.folder import RunFolder, utc_now
 from specrig.tokens.budget import Limits
+from specrig.tokens.prompts import notes, texts
 from specrig.tokens.tokenizer import Tokenizer
 
 _OWN_FILES = 64
@@ -99,7 +100,9 @@ class Progress:
     tick: Callable[[int, int], None] | None = None
 
 
-def describe(sweep: Sweep, cells: Sequence[Cell], tokenizer: Tokenizer | None, reason: str | None) -> dict[str, Any]:
+def describe(
+    sweep: Sweep, cells: Sequence[Cell], tokenizer: Tokenizer | None, reason: str | None, base: Path | None = None
+) -> dict[str, Any]:
     """The manifest of a new run.
 
     Args:
@@ -107,6 +110,7 @@ def describe(sweep: Sweep, cells: Sequence[Cell], tokenizer: Tokenizer | None, r
         cells: its cells.
         tokenizer: the tokenizer of the prompts; None = they have their own length.
         reason: why, in the user's words.
+        base: the folder that a sweep's .jsonl prompts are relative to.
 
     Returns:
         The manifest's fields as far as they are known before the server is asked.
@@ -122,6 +126,8 @@ def describe(sweep: Sweep, cells: Sequence[Cell], tokenizer: Tokenizer | None, r
         "host_facts": None,
         "model": {"name": sweep.model, "tokenizer": tokenizer.revision if tokenizer is not None else None},
         "cells": [msgspec.to_builtins(cell) for cell in cells],
+        "corpora": texts(cells, base),
+        "prompts": list(notes(tokenizer, cells, base)),
     }
 
 

@@ -365,7 +365,11 @@ class Server:
         tokenizer = self._ready_tokenizer()
         thinking = _thinking(body)
         prompt = body.get("add_generation_prompt", True) is not False
-        tools = body.get("tools") if isinstance(body.get("tools"), list) else None
+        tools = body.get("tools") if body.get("tool_choice") != "none" else None
+        if tools is not None:
+            if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+                raise Refused("tools is not a list of objects")
+            tools = [_tool(tool) for tool in tools] or None
         try:
             return await asyncio.to_thread(tokenizer.chat_ids, messages, thinking, prompt, tools)
         except Exception as error:
@@ -640,6 +644,22 @@ def _body(call: Call) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise Refused("the body is not a JSON object")
     return value
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as SGLang gives it to the template: the fields that it knows, in the order they came in."""
+    function = tool.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise Refused("a tool is not an object with a function that has a name")
+    known = dict.fromkeys(("description", "name", "parameters"), None) | {
+        name: function[name] for name in ("strict", "defer_loading") if function.get(name) is not None
+    }
+    order = [name for name in function if name in known] + [name for name in known if name not in function]
+    return {
+        "type": tool.get("type", "function"),
+        "function": {name: function.get(name) for name in order},
+        "defer_loading": tool.get("defer_loading"),
+    }
 
 
 def _token_list(value: Any) -> bool:

@@ -15,9 +15,8 @@ from specrig.model.cell import Cell, expand
 from specrig.model.profile import Profile
 from specrig.model.schedule import Launch, launches
 from specrig.model.sweep import Sweep
-from specrig.tokens import corpus
 from specrig.tokens.budget import Budget, Limits, check, check_repetition
-from specrig.tokens.prompts import PHRASE, PromptFactory, for_cell
+from specrig.tokens.prompts import PHRASE, PromptFactory, for_cell, notes, texts
 from specrig.tokens.student import quantile
 from specrig.tokens.tokenizer import Tokenizer
 from specrig.tokens.trace import longest, rows_of
@@ -53,7 +52,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             Cells with one prompt have none.
         estimate_s: seconds of all launches at `pace`.
         launches: of the cells that fit.
-        corpora: SHA-256 of the texts that prompts are cut from.
+        corpora: SHA-256 of the texts that prompts are made of, a sweep's .jsonl files among them.
+        notes: what of a file's rows is sent, and how the tools of agentic prompts are written.
         tokenizer: its revision.
     """
 
@@ -68,6 +68,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     pace: Pace
     launches: tuple[Launch, ...]
     corpora: dict[str, str]
+    notes: tuple[str, ...]
     tokenizer: str
 
     @property
@@ -77,8 +78,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(c for c in self.cells if c.id not in out)
 
 
-Counter = Callable[[Sequence[Mapping[str, object]]], int | None]
-"""What a server counts for chat messages; None where it cannot say."""
+Counter = Callable[[Sequence[Mapping[str, object]], Sequence[Mapping[str, object]] | None], int | None]
+"""What a server counts for chat messages and tools; None where it cannot say."""
 
 
 def plan(
@@ -156,7 +157,8 @@ def plan(
         estimate_s=sum(pace.launch_s + sum(seconds[i] for i in launch.cells) for launch in order),
         pace=pace,
         launches=order,
-        corpora=corpus.hashes(),
+        corpora=texts(chosen, base),
+        notes=notes(tokenizer, chosen, base),
         tokenizer=tokenizer.revision,
     )
 
@@ -179,9 +181,10 @@ def _measure(
     factory = for_cell(tokenizer, cell, base)
     try:
         if cell.prompt_tokens is None:
-            prompts = [factory.build(i) for i in range(min(cell.requests, 200))]
-        else:
-            prompts = [factory.session(i)[-1] for i in range(min(cell.requests, 2 if cell.cache == "shared" else 1))]
+            prompts = [prompt for i in range(min(cell.requests, 200)) for prompt in factory.session(i)]
+        else:  # the last one's number is the longest
+            wanted = {0, min(cell.requests, 2) - 1 if cell.cache == "shared" else 0, cell.requests - 1}
+            prompts = [factory.session(i)[-1] for i in sorted(wanted)]
     except UsageError as error:
         return str(error)
     longest = max(prompts, key=lambda p: p.tokens)
@@ -189,7 +192,7 @@ def _measure(
     if asked is not None and longest.tokens != asked:
         return f"the prompt is not the length asked for: {longest.tokens:,} tokens, {asked:,} were asked"
     if server_count is not None and longest.messages is not None:
-        served = server_count(longest.messages)
+        served = server_count(longest.messages, longest.tools)
         if served is not None and served != longest.tokens:
             return (
                 f"the server counts {served:,} tokens for a prompt of {longest.tokens:,}: its tokenizer or chat "

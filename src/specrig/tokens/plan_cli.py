@@ -159,9 +159,10 @@ def _server_counter(client: EngineClient, cells: Sequence[Cell]) -> Counter:
     template = {"enable_thinking": any(c.sampling.thinking for c in cells)}
     model = cells[0].model
 
-    def count(messages: Sequence[Mapping[str, object]]) -> int | None:
+    def count(messages: Sequence[Mapping[str, object]], tools: Sequence[Mapping[str, object]] | None) -> int | None:
         try:
-            return len(client.tokenize(messages=messages, chat_template_kwargs=template, model=model))
+            ids = client.tokenize(messages=messages, tools=tools, chat_template_kwargs=template, model=model)
+            return len(ids)
         except SpecrigError:
             return None
 
@@ -196,6 +197,7 @@ def as_json(planned: Plan) -> dict[str, Any]:
         "pace_assumed": msgspec.to_builtins(planned.pace),
         "sd_log_assumed": planned.sd_log,
         "corpora": planned.corpora,
+        "notes": list(planned.notes),
         "tokenizer": planned.tokenizer,
     }
 
@@ -216,6 +218,8 @@ def _show(
     print(f"sweep {sweep.name}: {len(planned.cells)} cells, {arms} arms, {sweep.launches} launches of each")
     if profiles is None and sweep.profiles is not None:
         print("note: the sweep names profiles, and none were given (--profiles): planned as one server")
+    for note in planned.notes:
+        print(f"note: {note}")
     for text in sorted({describe(own) for own in limits.values()}):
         print(f"limits: {text}")
     print(f"{'workload':<16} {'tp':>3} {'prompt':>8} {'new':>6} {'load':>5} {'n':>5} {'width':>6}  methods")

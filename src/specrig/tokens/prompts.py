@@ -7,6 +7,8 @@ encoded again, has exactly the tokens asked for. Ids (native API) and messages (
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import copy
 import functools
 import hashlib
 import itertools
@@ -14,14 +16,16 @@ import json
 import os
 import random
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from specrig.errors import UsageError
 from specrig.model.cell import Cell, prompt_key
 from specrig.model.sweep import KINDS
-from specrig.tokens import corpus
+from specrig.tokens import agent, corpus
+from specrig.tokens.rows import Row, read_jsonl
 from specrig.tokens.tokenizer import Message, Tokenizer
 
 PHRASE = (
@@ -58,28 +62,15 @@ _SLACK = 40
 _ATTEMPTS = 400
 _ENCODINGS = 60
 
-_SYSTEM = (
-    "You are a careful engineer who works in steps. In each step you either call one tool or give the final answer. "
-    "Tools: read_file(path), search(text), run(command). A call is one line of JSON in <tool_call> tags."
-)
-_TASKS = (
-    "The nightly job fails now and then. Find out why from the sources and propose the smallest safe change.",
-    "Find where this project reads its settings, and describe how a setting reaches the code that uses it.",
-    "A user reports that a command hangs at its end. Read what is relevant and explain the cause.",
-    "Review this module for mistakes in how it handles errors, and propose a patch for the worst one.",
-    "Find out which parts of this module are safe to call from several threads, and prove it from the code.",
-)
-_STEPS = (
-    ("I will look at the file that the task is about first.", "read_file", "src/main.py"),
-    (
-        "The entry point hands the work on, so I read the function it calls.",
-        "read_file",
-        "src/core.py",
-    ),
-    ("I want to see who else calls this before I judge it.", "search", "def "),
-    ("That leaves the error path. I will run the tests that cover it.", "run", "python -m unittest -v"),
-    ("One of the assumptions is still unproven; this should settle it.", "read_file", "src/errors.py"),
-)
+_FILLERS = (
+    "-", ". ", "- ", "-- ", "Q: ", "Q. ", "So: ", "Now: ", "Next: ", "A task: ", "One task: ", "Here: ", "Here it is: ",
+    "Here is a task: ", "Here is one more task: ", "Please answer: ", "Please answer this: ", "And now this one: ",
+    "Please read it well: ", "Think first. Then answer: ",
+)  # fmt: skip
+_ENDINGS = (".", "!", "?", " -", " .")
+"""Short beginnings, and endings, that make up a token or a few where a sentence of padding has no room."""
+_TRIED = 256
+"""Lengths tried to tell the least that works."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,10 +81,11 @@ class AnyPrompt:
         id: equal for equal prompts, over all methods, launches and runs that have a tokenizer, or that have none.
         ids: token ids after the chat template, what the native API is sent; None = not known.
         messages: the same as chat messages; None where the prompt is plain text.
+        tools: the functions that the chat template is given with them; None without.
         text: the templated text, what a completions API is sent; None = not known.
         tokens: len(ids).
         category: of the question, where there is one.
-        session, turn: of an agentic prompt; else None.
+        session, turn: of a session's prompt; else None.
     """
 
     id: str
@@ -102,6 +94,7 @@ class AnyPrompt:
     text: str | None
     tokens: int | None
     category: str | None = None
+    tools: tuple[Mapping[str, Any], ...] | None = None
     session: int | None = None
     turn: int | None = None
 
@@ -142,17 +135,23 @@ class _Source:
         count = -(-self.chars // self.PIECE)
         turn, own = divmod(piece, count)
         if own not in self._ends:
-            start = own * self.PIECE
-            _, ends = self._tokenizer.spans(self.read(start, min(start + self.PIECE, self.chars)))
+            start = self._border(own)
+            _, ends = self._tokenizer.spans(self.read(start, self._border(own + 1)))
             self._ends[own] = [start + e for e in ends]
         ends = self._ends[own]
         return ends if turn == 0 else [turn * self.chars + e for e in ends]
+
+    def _border(self, own: int) -> int:
+        """Where a piece begins: where a word ends, as tokens seldom reach over that."""
+        at = own * self.PIECE
+        return self.word_end(at) if at < self.chars else self.chars + self.word_end(0)
 
     def walk(self, start: int, tokens: int) -> int:
         """Return the character at which the `tokens`-th token after character `start` ends."""
         count = -(-self.chars // self.PIECE)
         turn, at = divmod(start, self.chars)
-        piece = turn * count + at // self.PIECE
+        own = at // self.PIECE
+        piece = turn * count + (own - 1 if at < self._border(own) else own)
         ends = self.ends(piece)
         position = bisect_left(ends, start + 1)
         while position + tokens > len(ends):
@@ -190,7 +189,30 @@ class _Source:
         return around[0].isalnum() and around[1].isspace()
 
 
-Wrap = Callable[[str], tuple[Message, ...]]
+class _NoRoom(Exception):
+    """No prompt of the length asked for; `least` is a length below which none can be."""
+
+    def __init__(self, why: str, least: int) -> None:
+        super().__init__(why)
+        self.least = least
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Frame:
+    """The messages around the text that is cut, and what the prompt says of itself."""
+
+    wrap: Callable[[str], tuple[Message, ...]]
+    ask: str = ""
+    category: str | None = None
+    tools: agent.Tools | None = None
+
+
+def _fixed(messages: tuple[Message, ...]) -> Callable[[str], tuple[Message, ...]]:
+    return lambda _text: messages
+
+
+def _one(text: str) -> tuple[Message, ...]:
+    return ({"role": "user", "content": text},)
 
 
 class PromptFactory:
@@ -200,16 +222,20 @@ class PromptFactory:
         tokenizer: the model's; None makes no prompt but those of :meth:`own`.
         kind: questions, prose, code, repeat, agentic, or the path of a .jsonl file.
         tokens: exact length after the chat template; None = the prompt's own (questions and .jsonl only).
-            For agentic prompts the length of the last turn; turn t of T has round(tokens * (t + 1) / T).
+            Of a session the length of the last turn. Turn t of T has round(tokens * (t + 1) / T) where it is agentic,
+            or as little as its messages take where that is more, and a file's what its own messages have.
         seed: other seeds choose other texts.
         thinking: passed to the chat template.
         cache: `unique` begins every prompt with a tag no other prompt (of this seed and salt) has; `shared` gives all
             prompts the same first three quarters, so that the prefix cache is warm on purpose.
         salt: told into the tag of `unique`, so that two cells of one launch share no prefix.
         templated: False for a completions API: no chat template, plain text (with BOS where the tokenizer adds one).
-        turns: of an agentic session; index = session * turns + turn.
+        turns: of a session; index = session * turns + turn. None: 4 of an agentic one, and no sessions of a file.
         phrase: what `repeat` tiles.
         base: the folder that a .jsonl path is relative to.
+
+    Raises:
+        UsageError: no such kind, no length where the kind needs one, or a file that cannot be used so.
     """
 
     def __init__(
@@ -235,16 +261,19 @@ class PromptFactory:
         self.cache = cache
         self.salt = salt
         self.templated = templated
-        self.turns = (turns or 4) if kind == "agentic" else 1
-        self.phrase = phrase or PHRASE
         rows = kind.endswith(".jsonl")
+        self.turns = (turns or 4) if kind == "agentic" else (turns or 1) if rows else 1
+        self.phrase = phrase or PHRASE
         if kind not in (*_ASKS, "questions", "agentic") and not rows:
             raise UsageError(f"prompts: saw {kind!r}; expected one of {', '.join(KINDS)}, or a .jsonl file")
         if tokens is None and kind != "questions" and not rows:
             raise UsageError(f"prompt_tokens: nothing given for prompts {kind}; expected a length")
-        if kind == "agentic" and not templated:
-            raise UsageError("prompts: saw agentic for an API without chat; expected a kind without turns")
-        self._rows = read_jsonl((base or Path()) / kind) if rows else ()
+        if (kind == "agentic" or self.turns > 1) and not templated:
+            raise UsageError(f"prompts: saw {kind} with turns for an API without chat; expected a kind without turns")
+        self.notes: tuple[str, ...] = ()
+        self._rows = self._read((base or Path()) / kind) if rows else ()
+        if kind == "agentic":
+            self.notes = (f"agentic: {self._style.note}",)
         self._sessions: dict[int, list[Prompt]] = {}
 
     @property
@@ -269,18 +298,17 @@ class PromptFactory:
         """Return prompt `index`.
 
         Raises:
-            UsageError: the length asked for has no room for what the prompt has to hold.
+            UsageError: the length asked for has no room for what the prompt has to hold; says the least that has.
         """
         if index < 0:
             raise ValueError(f"index {index}; expected 0 or more")
-        if self.kind == "agentic":
-            session, turn = divmod(index, self.turns)
-            return self._scripted(session)[turn]
-        if self.kind == "questions":
-            return self._question(index)
-        if self._rows:
-            return self._row(index)
-        return self._passage(index)
+        try:
+            return self._build(index)
+        except _NoRoom as error:
+            least = self._least(index, error.least)
+            raise UsageError(
+                f"prompt_tokens: {self.tokens} asked for prompts {self.kind}; {error}; expected {least}"
+            ) from None
 
     def own(self, index: int) -> AnyPrompt:
         """Return prompt `index` at its own length, as :meth:`build` makes it there, but not tokenized.
@@ -290,13 +318,14 @@ class PromptFactory:
         """
         if self.tokens is not None:
             raise UsageError(f"prompts {self.kind} of {self.tokens} tokens have no length of their own")
-        category = None
         if self._rows:
-            tag, ask, wrap = self._asked_row(index)
+            if self.turns > 1:
+                raise UsageError(f"prompts {self.kind} with turns need the model's tokenizer; give --tokenizer DIR")
+            tag, frame, _ = self._asked_row(index)
         else:
             tag, ask, category = self._asked_question(index)
-            wrap = self._messages
-        messages = wrap(f"{tag}{ask}")
+            frame = _Frame(wrap=_one, ask=ask, category=category)
+        messages = frame.wrap(f"{tag}{frame.ask}")
         text = str(messages[-1]["content"])
         digest = hashlib.sha256(json.dumps([messages, self.thinking, self.templated]).encode()).hexdigest()[:12]
         return AnyPrompt(
@@ -305,11 +334,12 @@ class PromptFactory:
             messages=messages if self.templated else None,
             text=None if self.templated else text,
             tokens=None,
-            category=category,
+            tools=tuple(frame.tools) if frame.tools and self.templated else None,
+            category=frame.category,
         )
 
     def session(self, index: int) -> list[Prompt]:
-        """Return the prompts of agentic session `index`, one a turn; of other kinds the one prompt."""
+        """Return the prompts of session `index`, one a turn; of kinds without turns the one prompt."""
         return [self.build(index * self.turns + turn) for turn in range(self.turns)]
 
     def sessions(self, count: int) -> list[list[Prompt]]:
@@ -322,6 +352,31 @@ class PromptFactory:
             return [self.session(index) for index in range(count)]
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
             return list(pool.map(self.session, range(count)))
+
+    def _build(self, index: int) -> Prompt:
+        if self.kind == "questions":
+            return self._question(index)
+        if self.kind in _ASKS:
+            return self._passage(index)
+        session, turn = divmod(index, self.turns)
+        if session not in self._sessions:
+            if len(self._sessions) > 64:
+                self._sessions.clear()
+            made = self._replayed(session) if self._rows else self._scripted(session)
+            self._sessions[session] = made
+            return made[turn]
+        return self._sessions[session][turn]
+
+    def _least(self, index: int, least: int) -> str:
+        """Return the least length that works, found by trying from a lower bound on."""
+        other = copy.copy(self)
+        first = max(least, self._target() + 1)
+        for tokens in range(first, first + _TRIED):
+            other.tokens, other._sessions = tokens, {}
+            with contextlib.suppress(_NoRoom):
+                other._build(index)
+                return f"{tokens} or more"
+        return f"more than {first + _TRIED}"
 
     # kinds
 
@@ -341,23 +396,21 @@ class PromptFactory:
         else:  # no room for a question: the text alone
             short = label if self.kind == "repeat" and self._empty(label) + 8 <= target else tag
             head, tail, ask = short, "", ""
-        return self._cut(index, target, source, start, head, tail, ask)
+        return self._cut(_Frame(wrap=_one, ask=ask), index, target, source, start, head, tail)
 
     def _question(self, index: int) -> Prompt:
         tried = []
         for step in range(len(corpus.questions())):
             tag, ask, category = self._asked_question(index, step)
-            bare = self._finish(self._messages(f"{tag}{ask}"), ask, category)
+            frame = _Frame(wrap=_one, ask=ask, category=category)
+            bare = self._finish(frame, f"{tag}{ask}")
             if self.tokens is None or bare.tokens == self.tokens:
                 return bare
             tried.append(bare.tokens)
-            found = self._around(index, self.tokens, tag, ask, category, bare.tokens)
+            found = self._around(frame, index, self.tokens, tag, bare.tokens)
             if found is not None:
                 return found
-        raise UsageError(
-            f"prompt_tokens: {self.tokens} asked for prompts questions; the shortest has {min(tried)} after the chat "
-            f"template, and any text before it takes two more; expected {min(tried) + 8} or more"
-        )
+        raise _NoRoom(f"the shortest has {min(tried)} after the chat template", min(tried))
 
     def _asked_question(self, index: int, step: int = 0) -> tuple[str, str, str | None]:
         """Return the tag, the text and the category of the question that is `step` after prompt `index`'s own."""
@@ -368,110 +421,142 @@ class PromptFactory:
         label = f"Question {index + 1}: " if self.tokens is not None or index >= len(order) else ""
         return self._tag(index), f"{label}{question.text}", question.category
 
-    def _around(
-        self, index: int, target: int, tag: str, ask: str, category: str | None, bare: int, before: Wrap | None = None
-    ) -> Prompt | None:
+    def _around(self, frame: _Frame, index: int, target: int, tag: str, bare: int) -> Prompt | None:
         """Return the question with as much text before it as makes `target` tokens, or None where it has no room."""
         room = target - bare
         if room < 1:
             return None
+        ask = frame.ask
         if room >= _SLACK:
             source = self._source("prose")
             start = self._place(source, target, index)
             head, tail = f"{tag}Background text{self._number(index)}:\n\n", f" [...]\n\n{ask}"
         else:
+            fillers = [f"{filler}{ask}" for filler in _FILLERS] + [f"{ask}{filler}" for filler in _ENDINGS]
+            for filled in fillers if room < _SLACK // 2 else ():
+                if len(self._ids(frame.wrap(f"{tag}{filled}"), frame.tools)[0]) == target:
+                    return self._finish(frame, f"{tag}{filled}")
             source = self._source("pad")
             start, head, tail = 0, tag, f"\n\n{ask}"
         try:
-            return self._cut(index, target, source, start, head, tail, ask, category, before)
-        except UsageError:
+            return self._cut(frame, index, target, source, start, head, tail)
+        except _NoRoom:
             return None
 
-    def _asked_row(self, index: int) -> tuple[str, str, Wrap]:
-        """Return the tag and the text of the last message of prompt `index`'s row, and what puts the others before."""
-        messages = self._rows[index % len(self._rows)]
-        again = f"(Request {index + 1}) " if index >= len(self._rows) else ""
-        earlier, last = messages[:-1], messages[-1]
-
-        def before(text: str) -> tuple[Message, ...]:
-            if not self.templated:
-                return ({"role": "user", "content": "\n\n".join([*(str(m["content"]) for m in earlier), text])},)
-            return (*earlier, {"role": "user", "content": text})
-
-        return self._tag(index), f"{again}{last['content']}", before
-
-    def _row(self, index: int) -> Prompt:
-        tag, ask, before = self._asked_row(index)
-        bare = self._finish(before(f"{tag}{ask}"), ask)
-        if self.tokens is None or bare.tokens == self.tokens:
-            return bare
-        found = self._around(index, self.tokens, tag, ask, None, bare.tokens, before)
-        if found is None:
+    def _read(self, path: Path) -> tuple[Row, ...]:
+        """Return the rows that can be used, and say in `notes` what is sent of them."""
+        everything = read_jsonl(path)
+        asked = self.templated and self._tokenizer is not None and any(row.calls_tools for row in everything)
+        if asked and not self._style.tools:
             raise UsageError(
-                f"prompt_tokens: {self.tokens} asked for prompts {self.kind}; row {index % len(self._rows) + 1} alone "
-                f"has {bare.tokens} tokens after the chat template"
+                f"{path}: has tools or their results, and the chat template of {self.tokenizer.path} knows none; "
+                "expected rows without them"
             )
-        return found
+        if self.turns == 1:
+            more = sum(row.turns > 1 and row.single == 0 for row in everything)
+            if more:
+                rest = f"{more:,} of {len(everything):,} rows have more turns: the first is sent"
+                self.notes = (f"{path.name}: {rest} (turns: N sends N of each)",)
+            return everything
+        rows = tuple(row for row in everything if len(row.ends) >= self.turns)
+        if not rows:
+            raise UsageError(
+                f"{path}: no row has {self.turns} requests with the answers between them; expected conversations or "
+                "messages with the assistant's answers, as those are what the later turns are sent with"
+            )
+        left = len(everything) - len(rows)
+        self.notes = (
+            f"{path.name}: {len(rows):,} rows are sent as sessions of {self.turns} turns with their recorded answers; "
+            f"{left:,} rows with fewer are left out",
+        )
+        return rows
+
+    def _asked_row(self, session: int) -> tuple[str, _Frame, tuple[int, ...]]:
+        """Return the tag before the text that is asked, the row's messages around it, and where its requests end."""
+        row = self._rows[session % len(self._rows)]
+        ends = row.ends[: self.turns] if self.turns > 1 else (row.ends[row.single],)
+        messages = row.messages[: ends[-1]]
+        users = [at for at, message in enumerate(messages) if message["role"] == "user"]
+        place = users[0] if self.turns > 1 else users[-1]
+        again = f"(Request {session + 1}) " if session >= len(self._rows) else ""
+        tag = self._tag(session)
+        if place:  # the tag stands first in the prompt, and so before what its rows may share
+            messages = ({**messages[0], "content": f"{tag}{messages[0]['content']}"}, *messages[1:])
+            tag = ""
+
+        def wrap(text: str) -> tuple[Message, ...]:
+            whole = (*messages[:place], {**messages[place], "content": text}, *messages[place + 1 :])
+            return whole if self.templated else _one("\n\n".join(str(m["content"]) for m in whole))
+
+        ask = f"{again}{messages[place]['content']}"
+        return tag, _Frame(wrap=wrap, ask=ask, category=row.category, tools=row.tools), ends
+
+    def _replayed(self, session: int) -> list[Prompt]:
+        """Return what is sent of a row: one prompt, or one a turn, each with the answers that the row has before it."""
+        tag, frame, ends = self._asked_row(session)
+        ask = frame.ask
+        last = self._finish(frame, f"{tag}{ask}")
+        if self.tokens is not None and last.tokens != self.tokens:
+            found = self._around(frame, session, self.tokens, tag, last.tokens)
+            if found is None:
+                number = session % len(self._rows) + 1
+                raise _NoRoom(f"row {number} alone has {last.tokens} tokens after the chat template", last.tokens)
+            last = found
+        if self.turns == 1:
+            return [last]
+        sent = last.messages or ()
+        earlier = [self._finish(replace(frame, wrap=_fixed(sent[:end])), "") for end in ends[:-1]]
+        return [replace(prompt, session=session, turn=turn) for turn, prompt in enumerate([*earlier, last])]
 
     def _scripted(self, session: int) -> list[Prompt]:
         """Return a session's prompts: before each turn but the first a scripted answer and a tool result are added.
 
         The answers are scripted, not the model's own, so that every method gets the same prompts.
         """
-        if session not in self._sessions:
-            if len(self._sessions) > 64:
-                self._sessions.clear()
-            prompts: list[Prompt] = []
-            final = self._target()
-            source = self._source("code")
-            start = self._place(source, final, session)
-            for turn in range(self.turns):
-                earlier = prompts[-1].messages or () if prompts else ()
-                prompts.append(self._grown(session, turn, earlier, source, start))
-                start = source.opening(start + final * 5 // self.turns)
-            self._sessions[session] = prompts
-        return self._sessions[session]
+        prompts: list[Prompt] = []
+        final = self._target()
+        source = self._source("code")
+        start = self._place(source, final, session)
+        for turn in range(self.turns):
+            earlier = prompts[-1].messages or () if prompts else ()
+            prompts.append(self._grown(session, turn, earlier, source, start))
+            start = source.opening(start + final * 5 // self.turns)
+        return prompts
 
     def _grown(self, session: int, turn: int, earlier: tuple[Message, ...], source: _Source, start: int) -> Prompt:
         final = self._target()
         target = round(final * (turn + 1) / self.turns)
-        task = _TASKS[(session + self.seed) % len(_TASKS)]
-        before: tuple[Message, ...] = ({"role": "system", "content": _SYSTEM},)
-        role = "user"
-        head = f"{self._tag(session)}Session {session + 1}. {task}\n\nThe file to begin with:\n\n"
-        if turn:
-            said, tool, argument = _STEPS[(turn - 1 + session) % len(_STEPS)]
-            call = json.dumps({"name": tool, "argument": argument})
-            before = (*earlier, {"role": "assistant", "content": f"{said}\n<tool_call>\n{call}\n</tool_call>"})
-            role = self._tool_role
-            head = f"Output of {tool} {argument}:\n\n"
-        tail = "\n[end]"
+        style = self._style
+        shared = self.cache == "shared"
+        which = 0 if shared else session  # where the beginning is shared, what tells the sessions apart comes last
+        task = agent.TASKS[(which + self.seed) % len(agent.TASKS)]
+        step = which + turn - 1
+        number = f"Session {session + 1}."
+        mark = "" if shared else self._tag(session) or f"{number} "
+        head, tail = "", "\n[end]"
+        if not turn:
+            head = f"{task}\n\nThe file to begin with:\n\n"
+            tail += f"\n{number}" if shared else ""
 
         def wrap(text: str) -> tuple[Message, ...]:
-            return (*before, {"role": role, "content": text})
+            if not turn:
+                return agent.opening(style, mark, text)
+            return (*earlier, agent.called(style, step, turn), agent.result(style, step, turn, text))
 
+        frame = _Frame(wrap=wrap, ask=task, tools=agent.tools(mark) if style.tools else None)
         try:
-            prompt = self._cut(turn, target, source, start, head, tail, task, None, wrap)
-        except UsageError:
-            least = len(self.tokenizer.chat_ids(wrap(head + tail), self.thinking))
-            raise UsageError(
-                f"prompt_tokens: {final} asked for {self.turns} agentic turns, so turn {turn + 1} has {target}, and "
-                f"its messages take {least} before any tool result; expected fewer turns or more tokens"
-            ) from None
+            prompt = self._cut(frame, session, target, source, start, head, tail, share=shared and not turn)
+        except _NoRoom as error:
+            if turn + 1 == self.turns:
+                raise _NoRoom(
+                    f"the messages of turn {turn + 1} take {error.least - 1} before any text of a file", error.least
+                ) from None
+            prompt = self._cut(frame, session, error.least + _SLACK // 4, source, start, head, tail, share=False)
         return replace(prompt, session=session, turn=turn)
 
     @functools.cached_property
-    def _tool_role(self) -> str:
-        """`tool` where the template knows that role, else `user`."""
-        probe: list[Message] = [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": "b"},
-            {"role": "tool", "content": "specrig probe"},
-        ]
-        try:
-            return "tool" if "specrig probe" in self.tokenizer.render(probe, self.thinking) else "user"
-        except UsageError:
-            return "user"
+    def _style(self) -> agent.Style:
+        return agent.style_of(self.tokenizer, self.thinking)
 
     # parts
 
@@ -500,40 +585,49 @@ class PromptFactory:
         around, slot = divmod(index, slots)
         return source.opening((base + order[slot] * width + around * 7919) % source.chars)
 
-    def _messages(self, text: str) -> tuple[Message, ...]:
-        return ({"role": "user", "content": text},)
-
-    def _ids(self, messages: tuple[Message, ...]) -> tuple[list[int], str]:
+    def _ids(self, messages: tuple[Message, ...], tools: agent.Tools | None = None) -> tuple[list[int], str]:
         if self.templated:
-            text = self.tokenizer.render(messages, self.thinking)
+            text = self.tokenizer.render(messages, self.thinking, tools=tools)
             return self.tokenizer.encode(text), text
         text = str(messages[-1]["content"])
         return self.tokenizer.encode(text, special=True), text
 
     def _empty(self, text: str) -> int:
-        return len(self._ids(self._messages(text))[0])
+        return len(self._ids(_one(text))[0])
 
     def _cut(
         self,
+        frame: _Frame,
         index: int,
         target: int,
         source: _Source,
         start: int,
         head: str,
         tail: str,
-        ask: str,
-        category: str | None = None,
-        wrap: Wrap | None = None,
+        *,
+        share: bool | None = None,
     ) -> Prompt:
-        """Return head + a slice of the source + tail that has exactly `target` tokens once wrapped and encoded."""
-        wrap = wrap or self._messages
-        bare = len(self._ids(wrap(head + tail))[0])
-        if self.cache == "shared" and target - bare > 4 * _SLACK and self.kind != "agentic":
+        """Return head + a slice of the source + tail that has exactly `target` tokens once wrapped and encoded.
+
+        Raises:
+            _NoRoom: none has.
+        """
+
+        def count(text: str) -> int:
+            return len(self._ids(frame.wrap(text), frame.tools)[0])
+
+        bare = count(head + tail)
+        if (self.cache == "shared" if share is None else share) and target - bare > 4 * _SLACK:
             stop = source.walk(start, (target - bare) * 3 // 4)
-            head = f"{head}{source.read(start, source.word_end(stop))} [...]\n\n"
-            bare = len(self._ids(wrap(head + tail))[0])
-            start = source.opening(stop + (index + 1) * 1237)
+            for end in (source.word_end(stop), stop):  # a word may be longer than the room
+                longer = f"{head}{source.read(start, end)} [...]\n\n"
+                if target - (found := count(longer + tail)) >= _SLACK // 2:
+                    head, bare, start = longer, found, source.opening(stop + (index + 1) * 1237)
+                    break
         want = target - bare
+        if want > 10 * _SLACK:  # what the text and its surroundings make of each other where they meet
+            sample = source.read(start, source.word_end(source.walk(start, 2 * _SLACK)))
+            want -= count(f"{head}{sample}{tail}") - bare - self.tokenizer.count(sample)
         encoded = 0
         for attempt in range(_ATTEMPTS):
             whole_words = attempt < _ATTEMPTS // 2  # a text without spaces is cut between characters in the end
@@ -541,43 +635,45 @@ class PromptFactory:
                 break
             stop = source.walk(start, want)
             if source.ends_word(stop) or not whole_words:
-                messages = wrap(f"{head}{source.read(start, stop)}{tail}")
-                ids, text = self._ids(messages)
+                messages = frame.wrap(f"{head}{source.read(start, stop)}{tail}")
+                ids, text = self._ids(messages, frame.tools)
                 encoded += 1
                 if len(ids) == target:
-                    return self._prompt(ids, text, messages, ask, category)
+                    return self._prompt(frame, messages, ids, text)
                 want += target - len(ids)  # what the parts make of each other where they meet
                 again = source.walk(start, max(want, 1))
                 if again != stop and source.ends_word(again):
                     continue
             start = source.word_start(start) if whole_words else start + 1
-        raise UsageError(
-            f"prompt_tokens: {target} asked for prompts {self.kind}; the chat template and the fixed text already have "
-            f"{bare} tokens, and no text makes up the rest; expected at least {bare + 8}"
+        if 0 < target - bare < _SLACK:  # little room: character by character, from several places
+            for place in range(start, start + 400, 10):
+                for stop in range(place + 1, place + 12 * _SLACK):
+                    text = f"{head}{source.read(place, stop)}{tail}"
+                    found = count(text)
+                    if found == target:
+                        return self._finish(frame, text)
+                    if found > target + 1:
+                        break
+        raise _NoRoom(
+            f"the chat template and the fixed text already have {bare}, and no text makes up the rest", bare + 1
         )
 
-    def _finish(self, messages: tuple[Message, ...], ask: str, category: str | None = None) -> Prompt:
-        ids, text = self._ids(messages)
-        return self._prompt(ids, text, messages, ask, category)
+    def _finish(self, frame: _Frame, text: str) -> Prompt:
+        messages = frame.wrap(text)
+        return self._prompt(frame, messages, *self._ids(messages, frame.tools))
 
-    def _prompt(
-        self,
-        ids: list[int],
-        text: str,
-        messages: tuple[Message, ...],
-        ask: str,
-        category: str | None,
-    ) -> Prompt:
+    def _prompt(self, frame: _Frame, messages: tuple[Message, ...], ids: list[int], text: str) -> Prompt:
         digest = hashlib.sha256(json.dumps([text, self.templated]).encode()).hexdigest()[:12]
         return Prompt(
             id=f"{'jsonl' if self._rows else self.kind}-{len(ids)}-{digest}",
             ids=ids,
             messages=messages if self.templated else None,
+            tools=tuple(frame.tools) if frame.tools and self.templated else None,
             text=text,
             tokens=len(ids),
             periodic=self.periodic,
-            question_tokens=self.tokenizer.count(ask) if ask else 0,
-            category=category,
+            question_tokens=self.tokenizer.count(frame.ask) if frame.ask else 0,
+            category=frame.category,
         )
 
 
@@ -619,6 +715,31 @@ def _source(tokenizer: Tokenizer, kind: str, phrase: str) -> _Source:
     return found
 
 
+def notes(tokenizer: Tokenizer | None, cells: Iterable[Cell], base: Path | None = None) -> tuple[str, ...]:
+    """Return what is to be said of the cells' prompts: which part of a file's rows is sent, how tools are written.
+
+    Of files that cannot be used nothing: their cells fail with the reason.
+    """
+    told = [cell for cell in cells if cell.prompts == "agentic" or cell.prompts.endswith(".jsonl")]
+    found: dict[str, None] = {}
+    for cell in {(cell.prompts, cell.turns, cell.api, cell.sampling.thinking): cell for cell in told}.values():
+        with contextlib.suppress(UsageError):
+            found.update(dict.fromkeys(for_cell(tokenizer, cell, base).notes))
+    return tuple(found)
+
+
+def texts(cells: Iterable[Cell], base: Path | None = None) -> dict[str, str]:
+    """Return the SHA-256 of every text that prompts are made of, for the manifest: the corpora's and the cells' files'.
+
+    Files that cannot be read are left out: their cells fail with the reason.
+    """
+    found = corpus.hashes()
+    for name in dict.fromkeys(cell.prompts for cell in cells if cell.prompts.endswith(".jsonl")):
+        with contextlib.suppress(OSError):
+            found[name] = hashlib.sha256(((base or Path()) / name).read_bytes()).hexdigest()
+    return found
+
+
 def for_cell(
     tokenizer: Tokenizer | None, cell: Cell, base: Path | None = None, *, tokens: int | None = None
 ) -> PromptFactory:
@@ -639,65 +760,3 @@ def for_cell(
         phrase=cell.phrase,
         base=base,
     )
-
-
-_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-_MAX_ROWS = 10_000
-
-
-def read_jsonl(path: Path) -> tuple[tuple[Message, ...], ...]:
-    """Return the prompts of a .jsonl file as messages whose last one is the user's.
-
-    A line is an object with one of: `messages` (OpenAI), `conversations` (ShareGPT), `turns` (a list of texts, the
-    first is taken), `prompt`, `question`, `instruction` or `text`. At most the first 10,000 lines are read.
-
-    Raises:
-        UsageError: the file or a line cannot be used, with its line number.
-    """
-    rows: list[tuple[Message, ...]] = []
-    try:
-        with path.open(encoding="utf-8-sig") as lines:
-            for number, line in enumerate(itertools.islice(lines, _MAX_ROWS), 1):
-                if line.strip():
-                    rows.append(_row_messages(line, f"{path}:{number}"))
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: is not UTF-8 ({error.reason}); save it as UTF-8") from None
-    if not rows:
-        raise UsageError(f"{path}: holds no line; expected one JSON object a line")
-    return tuple(rows)
-
-
-def _row_messages(line: str, place: str) -> tuple[Message, ...]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        raise UsageError(f"{place}: is not JSON; expected one object a line") from None
-    if not isinstance(row, dict):
-        raise UsageError(f"{place}: is not an object; expected one with messages, conversations, turns or prompt")
-    for key in ("prompt", "question", "instruction", "text"):
-        if isinstance(row.get(key), str) and row[key].strip():
-            return ({"role": "user", "content": row[key]},)
-    turns = row.get("turns")
-    if isinstance(turns, list) and turns and isinstance(turns[0], str) and turns[0].strip():
-        return ({"role": "user", "content": turns[0]},)
-    listed = row.get("messages", row.get("conversations"))
-    if not isinstance(listed, list):
-        raise UsageError(f"{place}: has none of messages, conversations, turns, prompt, question, instruction, text")
-    messages: list[Message] = []
-    for item in listed:
-        role = _ROLES.get(str(item.get("role", item.get("from")))) if isinstance(item, dict) else None
-        content = item.get("content", item.get("value")) if isinstance(item, dict) else None
-        if isinstance(content, list):
-            content = "\n".join(str(p.get("text", "")) for p in content if isinstance(p, dict))
-        if role is None or not isinstance(content, str):
-            raise UsageError(f"{place}: a message without a known role and text; expected system, user and assistant")
-        if role == "assistant" and "conversations" in row and messages:
-            break
-        messages.append({"role": role, "content": content})
-    while messages and messages[-1]["role"] != "user":
-        messages.pop()
-    if not messages:
-        raise UsageError(f"{place}: holds no message of the user")
-    return tuple(messages)

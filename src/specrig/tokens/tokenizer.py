@@ -93,6 +93,8 @@ class Tokenizer:
     ) -> str:
         """Return the text that the chat template makes of the messages.
 
+        As servers do, the arguments of tool calls are given to it as objects, and a message without content as "".
+
         Raises:
             UsageError: there is no template, or it refuses the messages.
         """
@@ -106,7 +108,7 @@ class Tokenizer:
             if text not in self._templates:
                 self._templates[text] = _compile(text)
             return self._templates[text].render(
-                messages=messages,
+                messages=[_plain(message) for message in messages],
                 tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
@@ -381,6 +383,24 @@ def _eos(folder: Path, config: Mapping[str, Any], backend: Backend) -> set[int]:
     if token is not None and (one := backend.id_of(token)) is not None:
         found.add(one)
     return found
+
+
+def _plain(message: Message) -> Message:
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message if message.get("content") is not None else {**message, "content": ""}
+    return {**message, "content": message.get("content") or "", "tool_calls": [_call(call) for call in calls]}
+
+
+def _call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _compile(text: str) -> Template:

@@ -24,7 +24,7 @@ MODEL_NAME = "Qwen3.6-27B"
 DEFAULT_SIZE_MB = 256
 """Size of the synthetic weights in MB (10^6 bytes) unless told otherwise."""
 
-FORMAT = 1
+FORMAT = 2
 """Version of what the builders write; part of the cache's key."""
 
 MAX_POSITIONS = 262_144
@@ -36,29 +36,48 @@ CHAT_TEMPLATE = """\
 {%- elif content -%}{%- for part in content -%}{%- if part.type == 'text' -%}{{ part.text }}{%- endif -%}{%- endfor -%}
 {%- endif -%}
 {%- endmacro -%}
+{%- set asked = namespace(last=-1) -%}
+{%- for message in messages -%}
+{%- if message.role == 'user' -%}{%- set asked.last = loop.index0 -%}{%- endif -%}
+{%- if message.role == 'system' and not loop.first -%}
+{{- raise_exception('a system message has to be the first message') -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if asked.last < 0 -%}{{- raise_exception('there is no message of a user') -}}{%- endif -%}
 {%- if tools -%}
 {{- '<|im_start|>system\\n' -}}
-{%- if messages and messages[0].role == 'system' -%}{{- text_of(messages[0].content) + '\\n\\n' -}}{%- endif -%}
+{%- if messages[0].role == 'system' -%}{{- text_of(messages[0].content) | trim + '\\n\\n' -}}{%- endif -%}
 {{- '# Tools\\n\\nThese functions can be called:\\n<tools>' -}}
 {%- for tool in tools -%}{{- '\\n' + (tool | tojson) -}}{%- endfor -%}
-{{- '\\n</tools>\\n\\nTo call one, answer with its name and arguments as JSON between <tool_call> and </tool_call>.' -}}
-{{- '<|im_end|>\\n' -}}
+{{- '\\n</tools>\\n\\nTo call one, write <function=name> between <tool_call> and </tool_call>.<|im_end|>\\n' -}}
 {%- endif -%}
 {%- for message in messages -%}
-{%- if message.role == 'system' and tools and loop.first -%}
+{%- set text = text_of(message.content) | trim -%}
+{%- if message.role == 'system' and tools -%}
 {%- elif message.role == 'tool' -%}
 {%- if loop.first or messages[loop.index0 - 1].role != 'tool' -%}{{- '<|im_start|>user' -}}{%- endif -%}
-{{- '\\n<tool_response>\\n' + text_of(message.content) + '\\n</tool_response>' -}}
+{{- '\\n<tool_response>\\n' + text + '\\n</tool_response>' -}}
 {%- if loop.last or messages[loop.index0 + 1].role != 'tool' -%}{{- '<|im_end|>\\n' -}}{%- endif -%}
-{%- else -%}
-{{- '<|im_start|>' + message.role + '\\n' + text_of(message.content) -}}
+{%- elif message.role == 'assistant' -%}
+{%- set thought = message.reasoning_content or '' -%}
+{%- if not thought and '</think>' in text -%}
+{%- set thought = text.split('</think>')[0].split('<think>')[-1] -%}
+{%- set text = text.split('</think>')[-1] | trim -%}
+{%- endif -%}
+{{- '<|im_start|>assistant\\n' -}}
+{%- if loop.index0 > asked.last -%}{{- '<think>\\n' + thought | trim + '\\n</think>\\n\\n' -}}{%- endif -%}
+{{- text -}}
 {%- for call in message.tool_calls or [] -%}
 {%- set function = call.function or call -%}
-{{- '\\n<tool_call>\\n{"name": "' + function.name + '", "arguments": ' -}}
-{{- function.arguments if function.arguments is string else function.arguments | tojson -}}
-{{- '}\\n</tool_call>' -}}
+{{- ('\\n' if not loop.first else '\\n\\n' if text else '') + '<tool_call>\\n<function=' + function.name + '>\\n' -}}
+{%- for name, value in function.arguments | items -%}
+{{- '<parameter=' + name + '>\\n' -}}{{- value if value is string else value | tojson -}}{{- '\\n</parameter>\\n' -}}
+{%- endfor -%}
+{{- '</function>\\n</tool_call>' -}}
 {%- endfor -%}
 {{- '<|im_end|>\\n' -}}
+{%- else -%}
+{{- '<|im_start|>' + message.role + '\\n' + text + '<|im_end|>\\n' -}}
 {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
@@ -66,7 +85,12 @@ CHAT_TEMPLATE = """\
 {%- if enable_thinking is defined and enable_thinking is false -%}{{- '\\n</think>\\n\\n' -}}{%- endif -%}
 {%- endif -%}
 """
-"""ChatML as the Qwen3 family uses it; ``enable_thinking=False`` closes an empty thought before the answer."""
+"""ChatML as the Qwen3.5 family uses it: contents are trimmed, a system message stands first, a user has asked.
+
+Thoughts of answers before the last question are left out, the ones after it stand in a thought of their own; the
+arguments of a call are an object, one parameter each. ``enable_thinking=False`` closes an empty thought before the
+answer.
+"""
 
 _PLAIN_ADDED = {
     "<tool_call>",
