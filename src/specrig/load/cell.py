@@ -487,40 +487,77 @@ async def _load(
     """Make every request of the cell, in closed or open loop, here or in the worker processes."""
     by_index = {job.index: job for session in jobs for job in session}
     count = context.tokenizer.count if context.tokenizer is not None else None
+    ended: asyncio.Queue[tuple[Done, _End] | None] = asyncio.Queue()
 
     def give(done: Done) -> None:
-        _keep(cell, context, outcome, by_index[done.index], done, method, tp)
+        end = _end(cell, by_index[done.index], done)
+        outcome.in_row = outcome.in_row + 1 if end.error else 0
+        if outcome.in_row >= max(8, 2 * (cell.concurrency or 1)):
+            outcome.gave_up = True
+        ended.put_nowait((done, end))
 
     def over() -> bool:
         return context.stop.is_set() or outcome.gave_up
 
-    if context.workers is not None and workers > 1:
+    def count_and_give(done: Done) -> None:
+        if count is not None:
+            done.decoder.recount(count)
+        give(done)
 
-        def count_and_give(done: Done) -> None:
-            if count is not None:
-                done.decoder.recount(count)
-            give(done)
+    async def keep() -> None:
+        # One record, then the sockets again: those of many streams that end together would be in the others' times.
+        while (row := await ended.get()) is not None:
+            _keep(cell, context, outcome, by_index[row[0].index], *row, method, tp)
+            await asyncio.sleep(0)
 
-        lag, outcome.lost = await context.workers.run(plan.origin(), count_and_give, over)
-        return lag
-    numbers = iter(range(len(jobs)))
-    context.client.start_lag()
-    try:
-        await drive(
-            plan,
-            jobs,
-            context.client,
-            plan.origin(),
-            range(plan.slots or 0),
-            lambda: next(numbers, None),
-            give,
-            context.stop,
-            over,
-            count,
-        )
-    finally:
-        lag = context.client.stop_lag()
-    return lag
+    async with asyncio.TaskGroup() as group:
+        group.create_task(keep())
+        try:
+            if context.workers is not None and workers > 1:
+                lag, outcome.lost = await context.workers.run(plan.origin(), count_and_give, over)
+                return lag
+            numbers = iter(range(len(jobs)))
+            context.client.start_lag()
+            try:
+                await drive(
+                    plan,
+                    jobs,
+                    context.client,
+                    plan.origin(),
+                    range(plan.slots or 0),
+                    lambda: next(numbers, None),
+                    give,
+                    context.stop,
+                    over,
+                    count,
+                )
+            finally:
+                lag = context.client.stop_lag()
+            return lag
+        finally:
+            ended.put_nowait(None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _End:
+    """How a request ended: both null where it is as it should be, with the length asked for."""
+
+    error: str | None
+    words: str | None
+
+
+def _end(cell: Cell, job: _Job, done: Done) -> _End:
+    decoder = done.decoder
+    tokens, asked, reason = decoder.output_tokens, job.output_tokens, decoder.finish_reason
+    error, words = done.error, done.message
+    if error is None and cell.stop == "length" and decoder.token_source in ("server", "ids") and tokens != asked:
+        error = "short" if tokens < asked else "count"
+        words = f"{tokens} of {asked} tokens, finish_reason {reason}"
+    elif error is None and reason is None:
+        error, words = "no_terminal", "the stream ended without a finish reason"
+    elif error is None and not decoder.t:
+        error, words = "empty", f"no token came, finish_reason {reason}"
+    return _End(error=error, words=words)
 
 
 def _keep(
@@ -529,11 +566,12 @@ def _keep(
     outcome: _Outcome,
     job: _Job,
     done: Done,
+    end: _End,
     method: str | None,
     tp: int | None,
 ) -> None:
     decoder = done.decoder
-    record = _record(cell, context, job, done, method, tp)
+    record = _record(cell, context, job, done, end, method, tp)
     outcome.records.append(record)
     if decoder.t and any(decoder.k):
         t = [round(moment - context.origin, 6) for moment in decoder.t]
@@ -545,9 +583,6 @@ def _keep(
                 Stream(sent=done.sent, due=done.due, t=decoder.t, k=decoder.k, queue_s=decoder.queue_s)
             )
     context.sink.append_request(record)
-    outcome.in_row = 0 if record.ok else outcome.in_row + 1
-    if outcome.in_row >= max(8, 2 * (cell.concurrency or 1)):
-        outcome.gave_up = True
     if context.on_request is not None:
         context.on_request(record)
 
@@ -557,23 +592,14 @@ def _record(
     context: Context,
     job: _Job,
     done: Done,
+    end: _End,
     method: str | None,
     tp: int | None,
 ) -> Request:
-    """Turn one exchange into its record; ``ok`` is true where it ended as it should, with the length asked for."""
+    """Turn one exchange into its record."""
     decoder, sent = done.decoder, done.sent
     t, k = decoder.t, decoder.k
-    tokens = decoder.output_tokens
-    error, words = done.error, done.message
-    reason = decoder.finish_reason
     asked = job.output_tokens
-    if error is None and cell.stop == "length" and decoder.token_source in ("server", "ids") and tokens != asked:
-        error = "short" if tokens < asked else "count"
-        words = f"{tokens} of {asked} tokens, finish_reason {reason}"
-    elif error is None and reason is None:
-        error, words = "no_terminal", "the stream ended without a finish reason"
-    elif error is None and not t:
-        error, words = "empty", f"no token came, finish_reason {reason}"
 
     def at(moment: float | None) -> float | None:
         return None if moment is None else round(moment - context.origin, 6)
@@ -602,13 +628,13 @@ def _record(
         block=context.block,
         prompt_id=job.prompt_id,
         index=job.index,
-        ok=error is None,
-        error=error,
+        ok=end.error is None,
+        error=end.error,
         status=done.status,
-        finish_reason=reason,
+        finish_reason=decoder.finish_reason,
         prompt_tokens=decoder.prompt_tokens,
         prompt_tokens_asked=job.prompt_tokens,
-        output_tokens=tokens if done.status == 200 and counted else None,
+        output_tokens=decoder.output_tokens if done.status == 200 and counted else None,
         output_tokens_asked=asked,
         token_source=decoder.token_source if t else None,
         trace_source=decoder.trace_source if t else None,
@@ -629,7 +655,7 @@ def _record(
         cached_tokens=decoder.cached_tokens,
         verify_steps=decoder.verify_steps,
         correct_drafts=decoder.correct_drafts,
-        server_message=words,
+        server_message=end.words,
         rid=job.rid,
         session=job.session,
         turn=job.turn,
