@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import ssl
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
 
 from specrig.cli import main
 from specrig.load.api import OpenAiDecoder
+from specrig.load.cell import Context, run_cell
+from specrig.model.cell import expand
 from specrig.model.manifest import Manifest
+from specrig.model.sweep import load_sweep
 from specrig.sim.testing import RunningSim, running_sim, tiny_tokenizer
 from specrig.tokens.corpus import questions
 
@@ -138,6 +144,43 @@ def test_native_prompts_are_those_of_a_run_with_the_tokenizer(sim: RunningSim, t
     assert len(set(known)) > 1
 
 
+def test_the_server_counts_a_rows_tools_too(tokenizer_dir: Path, tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {}}}
+    asked = {"messages": [{"role": "user", "content": "What is there?"}]}
+    lines = (json.dumps(row) for row in ({**asked, "tools": [tool]}, asked))
+    (tmp_path / "p.jsonl").write_text("\n".join(lines) + "\n")
+    counts = {}
+    with running_sim(model_path=tokenizer_dir, served_model_name=MODEL, sim_time_scale=0.2) as server:
+        for api in ("openai-chat", "sglang"):
+            file = sweep(tmp_path / "s.yml", "name: q, prompts: p.jsonl, output_tokens: 4, requests: 2", api)
+            assert load(file, server.url, tmp_path / api) == 0
+            counts[api] = {record["index"]: record["prompt_tokens"] for record in rows(tmp_path / api, "requests")}
+    assert counts["sglang"] == counts["openai-chat"]
+    assert counts["sglang"][0] > counts["sglang"][1] + 20
+
+
+def test_an_interrupt_while_the_server_counts_is_no_failure(tmp_path: Path) -> None:
+    stop = asyncio.Event()
+    file = sweep(tmp_path / "s.yml", "name: q, prompts: questions, output_tokens: 4, requests: 2", "sglang")
+    (cell,) = expand(load_sweep(file), None)
+
+    class Slow:
+        def tokenize(self, **_: Any) -> list[int]:
+            loop.call_soon_threadsafe(stop.set)
+            time.sleep(0.2)
+            return [1]
+
+    context = SimpleNamespace(
+        tokenizer=None, base=None, control=Slow(), stop=stop, launch=0, block=0, simulated=None, time_scale=None
+    )
+    loop = asyncio.new_event_loop()
+    try:
+        row = loop.run_until_complete(run_cell(cell, cast(Context, context)))
+    finally:
+        loop.close()
+    assert (row.state, row.reason) == ("aborted", "interrupted before its first request")
+
+
 def test_a_prompt_that_does_not_fit_is_skipped_by_the_servers_own_count(sim: RunningSim, tmp_path: Path) -> None:
     (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "x" * 5000}) + "\n")
     file = sweep(tmp_path / "s.yml", "name: q, prompts: long.jsonl, output_tokens: 8, requests: 1", "sglang")
@@ -202,6 +245,7 @@ def test_report_and_export_cope_with_a_run_without_a_tokenizer(
         ("prompts: agentic, prompt_tokens: 4096", "openai-chat", "workload q: prompts agentic "),
         ("prompts: questions, prompt_tokens: [null, 64]", "openai-completions", "workload q: prompt_tokens 64 "),
         ("prompts: questions, arrival: trace, trace: t.csv", "openai-chat", "workload q: the lengths of a trace "),
+        ("prompts: talks.jsonl, turns: 2", "openai-chat", "workload q: the turns of sessions "),
         ("prompts: questions", "sglang", "workload q: api sglang is asked with token ids, and the server makes none"),
     ],
 )

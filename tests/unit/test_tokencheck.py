@@ -31,10 +31,12 @@ class Served:
         prompt: str | None = None,
         *,
         messages: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         model: str = "default",
     ) -> list[int]:
         self.asked.append(model)
+        assert tools is None
         if messages is None:
             assert prompt is not None
             return self.tokenizer.encode(prompt, special=True)

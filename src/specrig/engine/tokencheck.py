@@ -42,10 +42,11 @@ class Counts(Protocol):
         prompt: str | None = None,
         *,
         messages: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         model: str = "default",
     ) -> list[int]:
-        """The token ids of a text, or of messages after the chat template."""
+        """The token ids of a text, or of messages and tools after the chat template."""
 
 
 class TokenizerCheck(msgspec.Struct, frozen=True, kw_only=True):

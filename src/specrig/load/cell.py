@@ -183,6 +183,8 @@ async def run_cell(cell: Cell, context: Context) -> CellRow:
             for session in _numbered(cell, prompts)
         ]
     except SpecrigError as error:
+        if context.stop.is_set():
+            return row("aborted", "interrupted before its first request")
         return row("failed", f"its prompts cannot be made: {error}")
     if cell.tokens_per_repetition is not None and context.tokenizer is not None:
         factory = for_cell(context.tokenizer, cell, context.base)
@@ -269,7 +271,12 @@ async def _prompts(cell: Cell, context: Context, trace: Sequence[Row]) -> Sequen
 def _with_ids(prompt: AnyPrompt, cell: Cell, control: Control) -> AnyPrompt:
     """The prompt with the ids that the server's own tokenizer and chat template make of it."""
     assert prompt.messages is not None
-    ids = control.tokenize(messages=prompt.messages, chat_template_kwargs={"enable_thinking": cell.sampling.thinking})
+    ids = control.tokenize(
+        messages=prompt.messages,
+        tools=prompt.tools,
+        chat_template_kwargs={"enable_thinking": cell.sampling.thinking},
+        model=cell.model,
+    )
     return dataclasses.replace(prompt, ids=ids, tokens=len(ids))
 
 

@@ -219,6 +219,8 @@ def _need_no_tokenizer(cells: Sequence[Cell], control: EngineClient) -> None:
             asked = "the lengths of a trace"
         elif cell.prompt_tokens is not None:
             asked = f"prompt_tokens {cell.prompt_tokens}"
+        elif (cell.turns or 1) > 1:
+            asked = "the turns of sessions"
         if asked is not None:
             raise UsageError(
                 f"workload {cell.workload}: {asked} cannot be counted without the model's tokenizer; give --tokenizer "
@@ -228,7 +230,7 @@ def _need_no_tokenizer(cells: Sequence[Cell], control: EngineClient) -> None:
     if native is None:
         return
     try:
-        control.tokenize(messages=[{"role": "user", "content": "x"}], chat_template_kwargs={})
+        control.tokenize(messages=[{"role": "user", "content": "x"}], chat_template_kwargs={}, model=native.model)
     except EngineError as error:
         raise UsageError(
             f"workload {native.workload}: api sglang is asked with token ids, and the server makes none ({error}); "
