@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from specrig.load import checks
 from specrig.load.stream import Lag
@@ -251,6 +253,20 @@ def test_a_wait_for_the_cap_is_not_the_clients_lateness() -> None:
     slow = request(scheduled_s=0.5, sent_s=1.2, finished_s=2.0)  # 0.2 s after the place was free
     row = checks.arrivals_kept([first, slow], 100.0, cap=1)
     assert (row.ok, row.seen) == (False, "p99 200.0 ms late")
+
+
+PLACES = st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(1, 9))
+
+
+@given(st.lists(PLACES, min_size=1, max_size=12), st.integers(1, 4))
+def test_when_a_place_was_free_is_what_the_definition_says(rows: list[tuple[int, int, int]], cap: int) -> None:
+    """Those ahead had left before, and ended after it was due; it may go when the last of them that did end has."""
+    own = [request(scheduled_s=due, sent_s=due + wait, finished_s=due + wait + took) for due, wait, took in rows]
+    released = checks._released(own, cap)
+    for due, wait, _ in rows:
+        ahead = [a + b + c for a, b, c in rows if a + b < due + wait and a + b + c > due]
+        free = max((end for end in ahead if end <= due + wait), default=due) if len(ahead) >= cap else due
+        assert released(due, due + wait) == free
 
 
 def test_the_verdict_is_one_line_with_seen_and_expected() -> None:

@@ -5,7 +5,8 @@ A cell that breaks one is invalid and never averaged in; a rule that the records
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from specrig.engine.limits import STEPPING, speculation
@@ -292,8 +293,9 @@ def arrivals_kept(records: Sequence[Request], rate: float | None, cap: int | Non
         rate: requests a second where they come closest.
         cap: how many may run at once, null = any number.
     """
+    due = _released(records, cap) if cap else None
     late = sorted(
-        r.sent_s - (_released(r.scheduled_s, r.sent_s, records, cap) if cap else r.scheduled_s)
+        r.sent_s - (due(r.scheduled_s, r.sent_s) if due else r.scheduled_s)
         for r in records
         if r.sent_s is not None and r.scheduled_s is not None
     )
@@ -309,13 +311,17 @@ def arrivals_kept(records: Sequence[Request], rate: float | None, cap: int | Non
     )
 
 
-def _released(due: float, sent: float, records: Sequence[Request], cap: int) -> float:
+def _released(records: Sequence[Request], cap: int) -> Callable[[float, float], float]:
     """When a request with a cap might leave: when due, or when the last of those that it waited for had ended."""
     spans = [(r.sent_s, r.finished_s) for r in records if r.sent_s is not None and r.finished_s is not None]
-    ahead = [ended for begun, ended in spans if begun < sent and ended > due]
-    if len(ahead) < cap:
-        return due
-    return max((ended for ended in ahead if ended <= sent), default=due)
+    begun, ended = sorted(a for a, _ in spans), sorted(b for _, b in spans)
+
+    def released(due: float, sent: float) -> float:
+        ahead = bisect_left(begun, sent) - bisect_right(ended, due)
+        last = bisect_right(ended, sent)
+        return max(due, ended[last - 1]) if ahead >= cap and last else due
+
+    return released
 
 
 def verdict(checks: Sequence[Check]) -> str | None:
