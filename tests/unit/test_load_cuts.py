@@ -64,7 +64,7 @@ class Reader:
             for number, packet in enumerate(packets):
                 now[0] = float(number)
                 if number % 3 == 2:
-                    await asyncio.sleep(0)  # what came is sometimes looked at before the next packet, sometimes after
+                    self.client._drain()  # what came is sometimes looked at before the next packet, sometimes after
                 connection.data_received(packet)
             await asyncio.wait_for(exchange.future, 5)
         self.client._idle.clear()

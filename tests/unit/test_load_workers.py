@@ -261,7 +261,7 @@ def test_every_failure_is_the_same_as_in_one_process(api: str, tmp_path: Path, t
     """Requests are so far apart that the server counts them in the same order."""
     file = sweep(
         tmp_path / "s.yml",
-        "name: a, output_tokens: 16, requests: 10, arrival: constant, rate: 1.5, concurrency: 6",
+        "name: a, output_tokens: 16, requests: 10, arrival: constant, rate: 3, concurrency: 6",
         api=api,
         timeouts="timeouts: {first_token_s: 1, idle_s: 0.5, request_s: 20}",
     )
