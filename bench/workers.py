@@ -164,7 +164,7 @@ def main() -> int:
         share = 100 * rates[count] / (count * rates[1])
         note = "" if processors >= 4 else f"{processors} processors"
         claims.add(f"{count} processes: chunks/s, of {count} times one's", share, "%", SHARE, True, note)
-    claims.add("2 processes: what one costs, of their cost", 100 * costs[1] / costs[2], "%", SHARE, True)
+    claims.add("2 processes: chunks a processor second, of one's", 100 * costs[1] / costs[2], "%", SHARE, True)
     if arguments.json:
         rows = [{"processes": n, "chunks_per_s": rates[n], "cpu_s_per_million": costs[n]} for n in counts]
         out = {"schema": 1, "rows": rows, "claims": claims.rows}
