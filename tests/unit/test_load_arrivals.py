@@ -209,7 +209,7 @@ def test_shapes_against_an_engine(tmp_path: Path, tokenizer_dir: Path) -> None:
         "  - {name: steps, prompts: questions, prompt_tokens: 256, output_tokens: 64, concurrency: 4, ramp_s: 1.2,"
         " requests: 12}\n"
     )
-    with running_sim(model_path=tokenizer_dir, served_model_name="Qwen3.6-27B") as sim:
+    with running_sim(model_path=tokenizer_dir, served_model_name="Qwen3.6-27B", sim_time_scale=0.5) as sim:
         command = ["load", str(tmp_path / "s.yml"), "--url", sim.url, "--tokenizer", str(tokenizer_dir)]
         main([*command, "--out", str(tmp_path / "run")])
         warm = [row["prompt_tokens"] for row in sim.truth() if row["rid"].startswith("warmup-")]

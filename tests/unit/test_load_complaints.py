@@ -82,17 +82,17 @@ class Measured:
 
 @pytest.fixture(scope="module", params=ROUTES)
 def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> Measured:
-    """A cell whose requests meet the faults one by one; every third one meets none."""
+    """A cell whose requests meet the faults one by one; every fifth one meets none."""
     route: str = request.param
     names = ["none"]
     for number, fault in enumerate(FAULTS):
-        names += [fault, *([f"none {number}"] if number % 2 else [])]
+        names += [fault, *([f"none {number}"] if number % 4 == 3 else [])]
     struck = [f"{fault}@{WARM_UPS + place}" for place, fault in enumerate(names, 1) if fault in FAULTS]
     place = names.index("short-completion=8") + 1
     struck.append(f"usage-missing@{WARM_UPS + place}")
     folder = tmp_path_factory.mktemp("complaints")
     shape = f"name: d, prompt_tokens: 1024, output_tokens: {LENGTH}, requests: {len(names)}"
-    with engine(route, tokenizer_dir, sim_fault=struck, **DFLASH) as sim:
+    with engine(route, tokenizer_dir, sim_fault=struck, sim_time_scale=0.2, **DFLASH) as sim:
         code, cells, records = load(folder, sim, tokenizer_dir, route, shape)
         truth = {row["rid"]: row for row in sim.truth()}
     return Measured(
@@ -313,7 +313,7 @@ def wrong(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """The flush is confirmed and does nothing, a baseline drafts, two run at once, answers go on after their end."""
     route: str = request.param
     faults = ["flush-kept", "spec-on", "hidden-cap=2"]
-    with engine(route, tokenizer_dir, sim_fault=faults, sim_natural_tokens=8) as sim:
+    with engine(route, tokenizer_dir, sim_fault=faults, sim_natural_tokens=8, sim_time_scale=0.2) as sim:
         shape = "name: d, prompt_tokens: 1024, output_tokens: 48, requests: 8, concurrency: 4"
         folder = tmp_path_factory.mktemp("wrong")
         code, (cell,), records = load(folder, sim, tokenizer_dir, route, shape, top="timeouts: {idle_s: 30}")

@@ -129,27 +129,29 @@ def common(a: Prompt, b: Prompt) -> int:
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "agentic"])
-def test_a_thousand_unique_prompts_differ_within_64_tokens(tokenizer: Tokenizer, kind: str) -> None:
+def test_hundreds_of_unique_prompts_differ_within_64_tokens(tokenizer: Tokenizer, kind: str) -> None:
     factory = PromptFactory(tokenizer, kind, 400, cache="unique", turns=1)
-    assert len({tuple(factory.build(i).ids[:64]) for i in range(1_000)}) == 1_000
+    assert len({tuple(factory.build(i).ids[:64]) for i in range(250)}) == 250
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "agentic"])
-def test_other_processes_make_the_same_bytes(tokenizer_dir: Path, kind: str) -> None:
+def test_other_processes_make_the_same_bytes(tokenizer_dir: Path) -> None:
     script = (
         "import sys, hashlib; from specrig.tokens.tokenizer import load; "
-        "from specrig.tokens.prompts import PromptFactory; "
-        "made = PromptFactory(load(sys.argv[1]), sys.argv[2], 700, 3, cache='unique').sessions(20); "
-        "print(hashlib.sha256(repr([[(p.id, p.ids, p.text) for p in one] for one in made]).encode()).hexdigest())"
+        "from specrig.tokens.prompts import PromptFactory; folder, *kinds = sys.argv[1:]; tokenizer = load(folder)\n"
+        "for kind in kinds:\n"
+        "    made = PromptFactory(tokenizer, kind, 700, 3, cache='unique').sessions(20)\n"
+        "    print(hashlib.sha256(repr([[(p.id, p.ids, p.text) for p in one] for one in made]).encode()).hexdigest())"
     )
-    found = set()
+    kinds = [*KINDS, "agentic"]
+    found = []
     for seed in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": seed}
-        command = [sys.executable, "-c", script, str(tokenizer_dir), kind]
+        command = [sys.executable, "-c", script, str(tokenizer_dir), *kinds]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        found.add(done.stdout)
-    assert len(found) == 1
-    assert len(found.pop().strip()) == 64
+        found.append(done.stdout.split())
+    assert found[0] == found[1]
+    assert [len(line) for line in found[0]] == [64] * len(kinds)
+    assert len(set(found[0])) == len(kinds)
 
 
 @pytest.mark.parametrize("kind", KINDS)

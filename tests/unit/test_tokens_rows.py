@@ -127,12 +127,11 @@ def test_categories_and_tools_are_kept(tokenizer: Tokenizer, folder: Path) -> No
 @pytest.mark.parametrize("cache", ["flush", "unique"])
 def test_a_row_is_brought_to_length(tokenizer: Tokenizer, folder: Path, name: str, cache: str) -> None:
     own = PromptFactory(tokenizer, name, None, base=folder, cache=cache).build(0)
-    for tokens in (*range(own.tokens, own.tokens + 60), 900):
-        for index in (0, 3):
-            factory = PromptFactory(tokenizer, name, tokens, base=folder, cache=cache)
-            if index and tokens < own.tokens + 20:
-                continue  # a row that comes again says so, which takes some tokens
-            prompt = factory.build(index)
+    lengths = range(own.tokens, own.tokens + 60)
+    # a row that comes again says so, which takes some tokens
+    for index, wanted in ((0, (*lengths, 900)), (3, (*lengths[20::8], 900))):
+        for tokens in wanted:
+            prompt = PromptFactory(tokenizer, name, tokens, base=folder, cache=cache).build(index)
             assert prompt.messages is not None
             assert prompt.tokens == tokens
             assert tokenizer.chat_ids(prompt.messages, tools=prompt.tools) == prompt.ids
