@@ -222,6 +222,15 @@ def test_comments_do_not_hide_a_stalled_stream() -> None:
     assert exchange.error == "idle_timeout"
 
 
+def test_what_came_but_was_not_decoded_yet_is_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specrig.load.stream._BATCH_S", 60.0)
+    pieces: list[bytes | float] = [0.05, chunk(event(4))] * 30
+    limits = Timeouts(first_token_s=0.6, idle_s=0.6, request_s=60)
+    end = [chunk(event(4, "length")), chunk(DONE), b"0\r\n\r\n"]
+    exchange = drive(once([HEAD, *pieces, *end]), lambda client: ask(client, limits))
+    assert exchange.error is None
+
+
 def test_nobody_listens() -> None:
     async def main() -> Exchange:
         client = StreamClient("http://127.0.0.1:9")

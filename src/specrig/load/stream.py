@@ -556,16 +556,10 @@ class StreamClient:
         """Give up on streams that are over one of their limits."""
         now = clock()
         for exchange in list(self._active):
-            limits, decoder = exchange.timeouts, exchange.decoder
-            last = decoder.last_event_t if decoder is not None else None
-            got = decoder.output_tokens if decoder is not None else 0
-            if now - exchange.sent > limits.request_s:
-                self._give_up(exchange, "request_timeout", f"not done {limits.request_s:g} s after it was sent")
-            elif last is None or not got:
-                if now - exchange.sent > limits.first_token_s:
-                    self._give_up(exchange, "first_token_timeout", f"no token in {limits.first_token_s:g} s")
-            elif now - last > limits.idle_s:
-                self._give_up(exchange, "idle_timeout", f"stalled: nothing for {limits.idle_s:g} s after {got} tokens")
+            if _overdue(exchange, now):
+                exchange._process()  # what came in the last batch counts
+                if not exchange.future.done() and (why := _overdue(exchange, now)):
+                    self._give_up(exchange, *why)
         self._watch = asyncio.get_running_loop().call_later(0.05, self._look) if self._active else None
 
     def _give_up(self, exchange: Exchange, error: str, message: str) -> None:
@@ -622,6 +616,21 @@ class StreamClient:
             connection.abort()
         self._idle.clear()
         await asyncio.sleep(0)
+
+
+def _overdue(exchange: Exchange, now: float) -> tuple[str, str] | None:
+    """The limit that a stream is over, and in words; None where it is over none."""
+    limits, decoder = exchange.timeouts, exchange.decoder
+    last = decoder.last_event_t if decoder is not None else None
+    got = decoder.output_tokens if decoder is not None else 0
+    if now - exchange.sent > limits.request_s:
+        return "request_timeout", f"not done {limits.request_s:g} s after it was sent"
+    if last is None or not got:
+        over = now - exchange.sent > limits.first_token_s
+        return ("first_token_timeout", f"no token in {limits.first_token_s:g} s") if over else None
+    if now - last > limits.idle_s:
+        return "idle_timeout", f"stalled: nothing for {limits.idle_s:g} s after {got} tokens"
+    return None
 
 
 def _plain(error: OSError) -> str:
