@@ -214,6 +214,22 @@ def test_prefill_counts_as_work_where_the_queue_is_known() -> None:
     assert reached(blind, [(10.0, 1, 3)]).ok is False
 
 
+def test_the_servers_own_count_is_taken_where_the_queue_is_not_known() -> None:
+    # long prompts and short answers: four are together, and decoding alone is 4 * 0.5 s of each 10 s
+    rows = [Stream(sent=10.0 * wave, due=0, t=[10 * wave + 9.5, 10 * wave + 10.0], k=[1, 9]) for wave in range(3)] * 4
+    window = steady(rows, 4)
+    assert window is not None
+    assert (window.start, window.end) == (9.5, 30.0)
+    assert window.running_mean < 1
+    waited = [(11.0, 1, 3), (14.0, 4, 0), (17.0, 4, 0)]
+    assert (reached(rows, waited).ok, reached(rows, waited).seen) == (True, "3.00 on average, 4 at most")
+    # most of the time one ran and three waited
+    starved = reached(rows, [(11.0, 1, 3), (14.0, 1, 3), (17.0, 4, 0), (20.0, 1, 3)])
+    assert (starved.ok, starved.seen) == (False, "1.75 on average, 4 at most")
+    # all of them were seen at once, and nobody looked in the window
+    assert reached(rows, [(5.0, 1, 3)]).ok is None
+
+
 def test_the_clients_lateness_is_held_against_what_it_measured() -> None:
     def kept_up(ttft_s: float | None = 0.4, **more: float) -> bool | None:
         return checks.client_kept_up(Lag(**{**LAG, **more}), [request(ttft_s=ttft_s)]).ok

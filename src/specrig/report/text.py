@@ -68,8 +68,12 @@ def numbers(values: Any) -> str:
     return ", ".join("?" if v is None else str(v) for v in values)
 
 
-def load(concurrency: Any, arrivals: float | None = None) -> str:
-    """``1 in flight``, ``8 in flight``, ``2.5 requests/s``."""
+def load(concurrency: Any, arrivals: float | None = None, kind: str | None = None) -> str:
+    """``1 in flight``, ``8 in flight``, ``2.5 req/s``; of the arrival's kind a ``trace``, and where a ramp begins."""
+    if kind == "trace":
+        return kind
+    if arrivals and kind == "ramp":
+        return f"ramp from {arrivals:g} req/s"
     if arrivals:
         return f"{arrivals:g} req/s"
     return f"{concurrency} in flight" if concurrency else "load unknown"

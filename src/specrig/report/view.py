@@ -120,7 +120,7 @@ def _table(summary: Row, tp: int, agentic: set[str]) -> Row:
             {
                 "workload": key[0],
                 "prompt_tokens": text.count(key[1]) if key[1] else text.UNKNOWN,
-                "load": text.load(key[2], key[3]),
+                "load": text.load(key[2], key[3], row["arrival"]),
                 "rows": {},
             },
         )
@@ -374,7 +374,7 @@ def _cell(row: Row) -> Row:
         "workload": row["workload"] or "unknown",
         "prompt_tokens": text.count(row["prompt_tokens"]),
         "output_tokens": text.count(row["output_tokens"]),
-        "load": text.load(row["concurrency"], row["rate"]),
+        "load": text.load(row["concurrency"], row["rate"], row["arrival"]),
         "launches": f"{sum(p['valid'] for p in row['launches'])}/{len(row['launches'])}",
         "requests": f"{row['ok']}/{row['requests']}",
         "figures": {

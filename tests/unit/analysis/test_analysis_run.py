@@ -455,6 +455,20 @@ def test_a_tree_over_the_chain_is_the_ratio_of_their_speedups(make_run: Any) -> 
     assert row["decomposition"]["tokens_per_step"] == pytest.approx(256 / 51)
 
 
+def test_the_load_of_a_trace_and_of_a_ramp_is_named(builder: Any) -> None:
+    shapes = {"trace": {"concurrency": None}, "ramp": {"concurrency": None, "rate": 2.0}}
+    for arrival, keys in shapes.items():
+        cell = builder.cell("autoregressive", workload=f"as-{arrival}", arrival=arrival, **keys)
+        for index in range(4):
+            builder.request(cell, 0, 0, index, decode_rate=50.0)
+        builder.close(cell, 0)
+    summary = summarise(read_run(builder.write()))
+    shown = screen(summary)
+    assert "as-trace · 4,096 prompt tokens · trace" in shown
+    assert "as-ramp · 4,096 prompt tokens · ramp from 2 req/s" in shown
+    assert {row["load"] for row in view(summary)["cells"]} == {"trace", "ramp from 2 req/s"}
+
+
 def test_an_open_loop_shows_the_scheduled_ttft_first(builder: Any) -> None:
     open_loop = builder.cell("autoregressive", arrival="constant", rate=2.0, concurrency=8)
     closed = builder.cell("autoregressive", workload="closed")
