@@ -238,8 +238,8 @@ def concurrency_reached(
 
     Where it tells how long each one queued, all of them must have been in work together at the peak, and half of them
     on average over the window (long prompts are prefilled one after the other). Where it does not, decoding and its own
-    counts of running requests show: enough of either proves the rule, too little of both breaks it only where the server
-    was seen with requests waiting.
+    counts of running requests show: enough of either proves the rule, too little of both breaks it only where requests
+    were seen waiting, and not where all ran at once and nobody looked in the window.
 
     Args:
         cell: what was asked for.
