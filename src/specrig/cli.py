@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from specrig import __version__
-from specrig.errors import SpecrigError
+from specrig.errors import SpecrigError, printable
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "lab": ("specrig.ops.lab.lab_cli", "a nested host and guest with a simulated driver, to try everything on"),
@@ -118,7 +118,7 @@ def _silence_stdout() -> None:
 
 def _complain(name: str, what: object) -> None:
     with contextlib.suppress(OSError):
-        print(f"specrig {name}: {what}" if name else f"specrig: {what}", file=sys.stderr, flush=True)
+        print(f"specrig {name}: {printable(str(what))}" if name else f"specrig: {what}", file=sys.stderr, flush=True)
 
 
 def _command(arguments: list[str]) -> int:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 
+def printable(text: str) -> str:
+    """A text without the characters that would steer a terminal, such as a server's own words may have."""
+    return text if text.isprintable() else "".join(letter if letter.isprintable() else " " for letter in text)
+
+
 class SpecrigError(Exception):
     """Base of the errors that end a command with one line on standard error."""
 

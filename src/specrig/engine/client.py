@@ -147,15 +147,18 @@ class EngineClient:
         assert response is not None
         if response.status_code != 200:
             raise self._error(response)
-        try:
-            value = response.json()
-        except ValueError as error:
-            raise EngineError(
-                f"{response.url} answered {response.text[:60]!r}; expected a JSON object", status=200
-            ) from error
+        value = self._json(response)
         if not isinstance(value, dict):
             raise EngineError(f"{response.url} answered a {type(value).__name__}; expected a JSON object", status=200)
         return value
+
+    def _json(self, response: httpx.Response) -> Any:
+        try:
+            return response.json()
+        except (ValueError, RecursionError) as error:
+            raise EngineError(
+                f"{response.url} answered {response.text[:60]!r}; expected a JSON object", status=response.status_code
+            ) from error
 
     def _error(self, response: httpx.Response) -> EngineError:
         status = response.status_code
@@ -191,7 +194,7 @@ class EngineClient:
             response = self._send("GET", "/get_load")
         if response.status_code != 200:
             raise self._error(response)
-        value = response.json()
+        value = self._json(response)
         rows = value.get("loads") if isinstance(value, dict) else value
         return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
 
@@ -290,9 +293,9 @@ class EngineClient:
         else:
             body["prompt"] = prompt or ""
         tokens = self._object("POST", "/tokenize", "/v1/tokenize", json=body).get("tokens")
-        if not isinstance(tokens, list):
+        if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
             raise EngineError(f"{self.base_url}/tokenize gave no list of tokens", status=200)
-        return [int(token) for token in tokens]
+        return tokens
 
     def flush_cache(self, timeout_s: float | None = None) -> None:
         """Empty the prefix cache.

@@ -25,6 +25,8 @@ def check_endpoint(base_url: str, api_key: str | None) -> None:
         raise UsageError(
             f"the engine's URL {base_url[:200]!r} can't be read: {error}; expected http://HOST:PORT"
         ) from None
+    if parts.query or parts.fragment:
+        raise UsageError(f"the engine's URL {base_url[:200]!r} has a part after its path; expected http://HOST:PORT")
     if port == 0:
         raise UsageError(f"the engine's URL {base_url!r} has port 0; expected the port that the server listens on")
     if api_key is not None and not all(32 < ord(letter) < 127 for letter in api_key):

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from specrig.errors import SpecrigError
+from specrig.errors import SpecrigError, printable
 
 Kind = Literal[
     "context", "kv", "unauthorized", "busy", "not-ready", "not-found", "bad-request", "aborted", "server", "unknown"
@@ -41,7 +41,7 @@ class EngineError(SpecrigError):
 
 
 def _one_line(text: str) -> str:
-    line = " ".join(text.split())
+    line = " ".join(printable(text).split())
     return line if len(line) <= _LIMIT else line[: _LIMIT - 1] + "…"
 
 
@@ -77,7 +77,7 @@ def _decode(body: str | bytes) -> Any:
                 break
     try:
         return msgspec.json.decode(text.encode()) if text else ""
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return _TAG.sub(" ", text) if text.lower().startswith(("<!doctype", "<html")) else text
 
 

@@ -275,7 +275,7 @@ class Decoder:
             return
         try:
             self._event(event, t)
-        except msgspec.DecodeError as problem:
+        except (msgspec.DecodeError, RecursionError) as problem:
             if self.error is None:
                 self.error = "protocol"
                 self.message = f"event {self.events} is not what the API sends ({problem}): {_cut(event)}"

@@ -35,7 +35,7 @@ from specrig.model.record import CellRow, Check, ChunkTrace, Request, Window
 from specrig.tokens.budget import Limits
 from specrig.tokens.budget import check as budget_check
 from specrig.tokens.plan import claim_problems, shared_tokens, template_tokens
-from specrig.tokens.prompts import AnyPrompt, for_cell
+from specrig.tokens.prompts import AnyPrompt, Prompt, for_cell
 from specrig.tokens.tokenizer import Tokenizer
 from specrig.tokens.trace import Row, rows_of
 
@@ -48,6 +48,7 @@ FLUSH_S = 30.0
 QUIET_S = 30.0
 AGAIN_S = 2.0
 RETRY_S = 0.1
+_TOKENS_AT_ONCE = 1_000_000
 
 
 class Sink(Protocol):
@@ -263,9 +264,29 @@ async def _prompts(cell: Cell, context: Context, trace: Sequence[Row]) -> Sequen
             tokens: for_cell(context.tokenizer, cell, context.base, tokens=tokens)
             for tokens in {row.prompt_tokens for row in trace}
         }
-        return [[sized[row.prompt_tokens].build(index)] for index, row in enumerate(trace)]
+        built = []
+        for index, row in enumerate(trace):
+            built.append([sized[row.prompt_tokens].build(index)])
+            await _breathe(context)
+        return built
     factory = for_cell(context.tokenizer, cell, context.base)
-    return factory.sessions(cell.requests)
+    sessions: list[list[Prompt]] = []
+    while len(sessions) < cell.requests:
+        some = max(16, _TOKENS_AT_ONCE // (cell.prompt_tokens or 512))
+        sessions += factory.sessions(min(some, cell.requests - len(sessions)), len(sessions))
+        await _breathe(context)
+    return sessions
+
+
+async def _breathe(context: Context) -> None:
+    """Let a signal be seen between two prompts.
+
+    Raises:
+        EngineError: one came.
+    """
+    await asyncio.sleep(0)
+    if context.stop.is_set():
+        raise EngineError("interrupted")
 
 
 def _with_ids(prompt: AnyPrompt, cell: Cell, control: Control) -> AnyPrompt:

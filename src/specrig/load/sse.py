@@ -18,16 +18,22 @@ class SseParser:
     Only ``data`` is kept: ``event``, ``id`` and ``retry`` matter to a browser's EventSource, not to a completion.
     """
 
-    __slots__ = ("_at_event", "_buffer", "_data", "_skip_lf", "_started", "comments")
+    __slots__ = ("_at_event", "_buffer", "_data", "_held", "_skip_lf", "_started", "comments")
 
     def __init__(self) -> None:
         """Start before the first byte of a stream."""
         self._buffer = b""
         self._data: list[bytes] | None = None
+        self._held = 0  # bytes of `_data`
         self._skip_lf = False
         self._started = False
         self._at_event = False  # whole events were read, and nothing after them
         self.comments = 0
+
+    @property
+    def held(self) -> int:
+        """The bytes of the event that has not ended yet."""
+        return len(self._buffer) + self._held
 
     def feed(self, piece: bytes) -> list[bytes]:
         """Take the next bytes of the stream.
@@ -87,6 +93,7 @@ class SseParser:
             if self._data is not None:
                 events.append(self._data[0] if len(self._data) == 1 else b"\n".join(self._data))
                 self._data = None
+                self._held = 0
             return
         if line[:1] == b":":
             self.comments += 1
@@ -94,6 +101,7 @@ class SseParser:
         name, _, value = line.partition(b":")
         if name == b"data":
             value = value.removeprefix(b" ")
+            self._held += len(line)
             if self._data is None:
                 self._data = [value]
             else:

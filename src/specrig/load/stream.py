@@ -40,6 +40,8 @@ clock = time.perf_counter
 _BATCH_S = 0.02
 _SLICE_S = 0.0001
 _KEPT_BODY = 65536
+_LARGEST_HEAD = 1 << 20
+_LARGEST_EVENT = 16 << 20
 _CONNECT_S = 10.0
 _LAG_TICK_S = 0.01
 
@@ -623,6 +625,10 @@ def _overdue(exchange: Exchange, now: float) -> tuple[str, str] | None:
     limits, decoder = exchange.timeouts, exchange.decoder
     last = decoder.last_event_t if decoder is not None else None
     got = decoder.output_tokens if decoder is not None else 0
+    if exchange.status is None and exchange.bytes_in > _LARGEST_HEAD:
+        return "protocol", f"a head without end: {exchange.bytes_in:,} bytes before any answer"
+    if exchange._sse.held > _LARGEST_EVENT:
+        return "protocol", f"an event without end: {exchange._sse.held:,} bytes of it came"
     if now - exchange.sent > limits.request_s:
         return "request_timeout", f"not done {limits.request_s:g} s after it was sent"
     if last is None or not got:

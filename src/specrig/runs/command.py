@@ -16,17 +16,20 @@ import msgspec
 
 from specrig.engine.client import EngineClient
 from specrig.engine.errors import EngineError
-from specrig.errors import GateError, SpecrigError, UsageError
+from specrig.errors import GateError, SpecrigError, UsageError, printable
 from specrig.load.metrics import median
 from specrig.load.stream import Timeouts
 from specrig.model.cell import Cell, expand, select
 from specrig.model.record import CellRow, Request
 from specrig.model.sweep import Sweep, load_sweep
 from specrig.runs.folder import RunFolder, is_run_folder
+from specrig.runs.lines import encoded
 from specrig.runs.measure import Job, Progress, cells_of, describe, finish, run_job
 from specrig.tokens import tokenizer as tokenizers
 from specrig.tokens.budget import Limits
 from specrig.tokens.plan import Pace, cell_seconds
+from specrig.tokens.rows import read_jsonl
+from specrig.tokens.trace import rows_of
 
 
 def load_command(args: argparse.Namespace) -> int:
@@ -79,6 +82,14 @@ def _load(args: argparse.Namespace, control: EngineClient) -> int:
     chosen = _choose(cells, args)
     if tokenizer is None:
         _need_no_tokenizer(chosen, control)
+    if info is None and not models and sweep.api == "sglang":
+        raise GateError(
+            f"{control.base_url}: neither /server_info nor /v1/models answers as an engine's, and api is sglang; "
+            "expected the address of one, without the path of its API; nothing was measured"
+        )
+    base = Path(args.sweep).resolve().parent
+    if opened is None:
+        _need_files(chosen, base)
     launch, block = _launch(opened, args)
     with opened or RunFolder.create(folder, describe(sweep, cells, tokenizer, reason, base)) as run, run.lock():
         if opened is not None:
@@ -124,8 +135,8 @@ def _load(args: argparse.Namespace, control: EngineClient) -> int:
         except GateError:
             finish(run, None)
             raise
-        except SpecrigError as error:
-            _abort(run, str(error))
+        except BaseException as error:
+            _abort(run, str(error) or "interrupted")
             raise
         label = finish(run, number)
         show.end(run, label, rows)
@@ -155,7 +166,7 @@ def _ask(control: EngineClient) -> tuple[dict[str, Any] | None, Limits | None]:
     """The server's own report and limits; (None, None) where it is no SGLang but answers.
 
     Raises:
-        GateError: nothing answers.
+        GateError: nothing answers, or it can't yet.
     """
     try:
         info = control.server_info()
@@ -164,6 +175,8 @@ def _ask(control: EngineClient) -> tuple[dict[str, Any] | None, Limits | None]:
             raise GateError(str(error)) from error
         if error.kind == "unauthorized":
             raise UsageError(f"{error}; give the key with --api-key") from error
+        if error.status >= 500 and error.status != 501:  # not implemented: an API without it
+            raise GateError(f"{error}; is it ready? nothing was measured") from error
         return None, None
     try:
         from specrig.engine.limits import from_server
@@ -201,6 +214,18 @@ def _choose(cells: Sequence[Cell], args: argparse.Namespace) -> list[Cell]:
             raise UsageError(f"--cells {missing[0]}: no such cell here; expected ids such as {next(iter(by_id))}")
         chosen = [by_id[item] for item in wanted]
     return select(chosen, args.only)
+
+
+def _need_files(cells: Sequence[Cell], base: Path) -> None:
+    """Refuse prompts and traces that cannot be read before the first cell runs, not hours later.
+
+    Raises:
+        UsageError: in one line, with the file.
+    """
+    for name in dict.fromkeys(cell.prompts for cell in cells if cell.prompts.endswith(".jsonl")):
+        read_jsonl(base / name)
+    for cell in cells:
+        rows_of(cell, base)
 
 
 def _need_no_tokenizer(cells: Sequence[Cell], control: EngineClient) -> None:
@@ -400,13 +425,13 @@ class _Show:
 
     def _done(self, row: CellRow) -> None:
         if self._json:
-            sys.stdout.buffer.write(msgspec.json.encode({"event": "cell", **msgspec.to_builtins(row)}) + b"\n")
+            sys.stdout.buffer.write(encoded({"event": "cell", **msgspec.to_builtins(row)}) + b"\n")
             sys.stdout.flush()
             return
         if self._live:
             sys.stderr.write("\r\x1b[K")
         rate = f", {row.window.tokens_per_s:.1f} tok/s" if row.window else ""
-        why = f": {row.reason}" if row.reason else ""
+        why = f": {printable(row.reason)}" if row.reason else ""
         made = f" {row.ok}/{row.requests} requests{rate}{self._first()}, {row.wall_s:.1f} s" if row.requests else ""
         print(f"{self._head}: {row.state}{made}{why}", file=sys.stderr, flush=True)
 
@@ -429,7 +454,7 @@ class _Show:
             end["cells"] = states
             end["simulated"] = engine.get("hardware") == "simulated"
             end["time_scale"] = engine.get("time_scale")
-            sys.stdout.buffer.write(msgspec.json.encode(end) + b"\n")
+            sys.stdout.buffer.write(encoded(end) + b"\n")
             sys.stdout.flush()
             return
         said = ", ".join(f"{count} {state}" for state, count in states.items()) or "nothing to do"

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from specrig.errors import SpecrigError, UsageError
-from specrig.runs.lines import LineFile, WriteError, read_lines, write_atomic, write_error
+from specrig.runs.lines import LineFile, WriteError, encoded, read_lines, write_atomic, write_error
 
 SCHEMA = 1
 FINAL_STATES = frozenset({"done", "invalid", "skipped"})
@@ -260,7 +260,7 @@ class RunFolder:
         self.update_manifest(change)
 
     def _write_manifest(self, manifest: dict[str, Any]) -> None:
-        data = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+        data = msgspec.json.format(encoded(manifest), indent=1)
         write_atomic(self.path / "manifest.json", data + b"\n")
         self._manifest = manifest
 
@@ -324,9 +324,18 @@ class RunFolder:
             with contextlib.suppress(OSError):  # the pid is a courtesy, and a full disk must not stop a resume
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, str(os.getpid()).encode(), 0)
+            self._sweep_up()
             yield
         finally:
             os.close(fd)
+
+    def _sweep_up(self) -> None:
+        """Remove what processes that were killed while they replaced a file have left."""
+        for scratch in self.path.glob(".*.new"):
+            pid = scratch.name.split(".")[-2]
+            if pid.isdecimal() and not Path("/proc", pid).exists():
+                with contextlib.suppress(OSError):
+                    scratch.unlink()
 
     def locked(self) -> bool:
         """Whether some process is writing this run now."""

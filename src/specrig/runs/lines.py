@@ -38,6 +38,32 @@ def write_error(path: Path, error: OSError) -> WriteError:
     return WriteError(f"{path}: cannot write: {error.strerror or error}; every finished line is kept")
 
 
+def encoded(value: object) -> bytes:
+    """JSON of a value, also where a text in it is no Unicode.
+
+    That is half a character in a server's answer, written as a question mark, or bytes of an argument that the locale
+    does not know, read as UTF-8.
+
+    Args:
+        value: what msgspec can encode.
+    """
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        return msgspec.json.encode(_mended(msgspec.to_builtins(value)))
+
+
+def _mended(value: Any) -> Any:
+    if isinstance(value, str):
+        try:
+            return value.encode(errors="surrogateescape").decode(errors="replace")
+        except UnicodeEncodeError:
+            return value.encode(errors="replace").decode()
+    if isinstance(value, dict):
+        return {_mended(name): _mended(item) for name, item in value.items()}
+    return [_mended(item) for item in value] if isinstance(value, list) else value
+
+
 class LineFile:
     """An append-only file of JSON lines.
 
@@ -52,7 +78,6 @@ class LineFile:
         self._fd: int | None = None
         self._size = 0
         self._dirty = False
-        self._encoder = msgspec.json.Encoder()
         self.mended = False
 
     def _open(self) -> int:
@@ -99,7 +124,7 @@ class LineFile:
         Raises:
             WriteError: the line could not be written whole; the file is as it was.
         """
-        self.append_bytes(self._encoder.encode(row) + b"\n")
+        self.append_bytes(encoded(row) + b"\n")
 
     def append_bytes(self, data: bytes) -> None:
         """Write whole lines already encoded.

@@ -35,6 +35,7 @@ from specrig.model.cell import Cell
 from specrig.model.record import CellRow, Request
 from specrig.model.sweep import Sweep
 from specrig.runs.folder import RunFolder, utc_now
+from specrig.runs.lines import encoded
 from specrig.tokens.budget import Limits
 from specrig.tokens.prompts import notes, texts
 from specrig.tokens.tokenizer import Tokenizer
@@ -410,7 +411,7 @@ def finish(run: RunFolder, signal_number: int | None) -> str:
         label = "running" if run.manifest.get("plan") else "partial"
     run.set_label(label)
     run.journal({"event": "end", "outcome": label, "message": f"{left} cells left"})
-    run.write_file("summary.json", msgspec.json.format(msgspec.json.encode(short_summary(run)), indent=1) + b"\n")
+    run.write_file("summary.json", msgspec.json.format(encoded(short_summary(run)), indent=1) + b"\n")
     return label
 
 

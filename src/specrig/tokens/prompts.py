@@ -342,16 +342,16 @@ class PromptFactory:
         """Return the prompts of session `index`, one a turn; of kinds without turns the one prompt."""
         return [self.build(index * self.turns + turn) for turn in range(self.turns)]
 
-    def sessions(self, count: int) -> list[list[Prompt]]:
-        """Return the first `count` sessions, by as many threads as there are processors; the same as one by one.
+    def sessions(self, count: int, start: int = 0) -> list[list[Prompt]]:
+        """Return `count` sessions, from number `start` on, by as many threads as there are processors.
 
-        Nearly all the time goes into encoding, during which the interpreter is free.
+        They are the same as one by one. Nearly all the time goes into encoding, during which the interpreter is free.
         """
         threads = min(len(os.sched_getaffinity(0)), count // 8)
         if threads < 2:
-            return [self.session(index) for index in range(count)]
+            return [self.session(index) for index in range(start, start + count)]
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-            return list(pool.map(self.session, range(count)))
+            return list(pool.map(self.session, range(start, start + count)))
 
     def _build(self, index: int) -> Prompt:
         if self.kind == "questions":

@@ -82,6 +82,13 @@ def _row(line: str, place: str) -> Row:
         raise UsageError(f"{place}: is not JSON; expected one object a line") from None
     if not isinstance(row, dict):
         raise UsageError(f"{place}: is not an object; expected one with messages, conversations, turns or prompt")
+    if "\\ud" in line.lower():
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise UsageError(
+                f"{place}: holds half a character (a surrogate without its pair); write it whole, or leave the row out"
+            ) from None
     if _UNFETCHED in line:
         raise UsageError(f"{place}: holds a placeholder for its text; fetch the data with the data set's own script")
     category = row["category"] if isinstance(row.get("category"), str) else None

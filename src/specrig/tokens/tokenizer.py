@@ -161,6 +161,11 @@ def load(path: str | Path) -> Tokenizer:
     )
 
 
+def _no_text(text: str) -> UsageError:
+    at = next((i for i, letter in enumerate(text) if "\ud800" <= letter <= "\udfff"), 0)
+    return UsageError(f"a text is no Unicode at {text[at : at + 20]!r}: expected UTF-8 without half characters")
+
+
 class _Rust:
     """The tokenizers library."""
 
@@ -171,10 +176,16 @@ class _Rust:
 
     def encode(self, text: str, special: bool) -> list[int]:
         # encode_batch_fast leaves the character offsets out, which doubles the speed
-        return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids)
+        try:
+            return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids)
+        except TypeError:
+            raise _no_text(text) from None
 
     def spans(self, text: str) -> tuple[list[int], list[int]]:
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        try:
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        except TypeError:
+            raise _no_text(text) from None
         return encoding.ids, [end for _, end in encoding.offsets]
 
     def decode(self, ids: Sequence[int], skip_special: bool) -> str:
