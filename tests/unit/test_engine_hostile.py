@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from specrig.engine import client as module
-from specrig.engine.client import EngineClient
+from specrig.engine.client import EngineClient, without_secrets
 from specrig.engine.errors import EngineError
 from specrig.errors import UsageError
 from specrig.load.stream import StreamClient
@@ -100,3 +100,14 @@ def test_what_is_no_server_or_no_key_is_refused_before_anything_is_sent(make: Ca
         with pytest.raises(UsageError) as told:
             make("http://127.0.0.1:9", key)
         assert key not in str(told.value)
+
+
+def test_keys_in_what_a_server_tells_of_itself_are_replaced() -> None:
+    line = "sglang serve --api-key=k1 --admin-api-key 'k2 with spaces' --hf_token k3 --max-total-tokens 20000"
+    told = {"launch_command": line, "internal_states": [{"admin_api_key": "k4", "api_key": None}], "served": "k"}
+    assert without_secrets(told) == {
+        "launch_command": "sglang serve --api-key=<redacted> --admin-api-key <redacted> --hf_token <redacted> "
+        "--max-total-tokens 20000",
+        "internal_states": [{"admin_api_key": "<redacted>", "api_key": None}],
+        "served": "k",
+    }

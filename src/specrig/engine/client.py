@@ -6,6 +6,7 @@ versions are tried where the present ones are not found.
 
 from __future__ import annotations
 
+import re
 import ssl
 import threading
 import time
@@ -22,10 +23,15 @@ from specrig.errors import UsageError
 _GRACE_S = 1.0
 _LARGEST = 256 << 20
 _SECRETS = {"api_key", "admin_api_key", "ssl_keyfile_password", "watermark_key", "watermark_key_b", "hf_token"}
+_SECRET_OPTIONS = re.compile(
+    rf"(--(?:{'|'.join(sorted(_SECRETS))})(?:=|\s+))(?:'[^']*'|\"[^\"]*\"|\S+)".replace("_", "[-_]"), re.ASCII
+)
 
 
 def without_secrets(value: Any) -> Any:
-    """What a server says of itself, without the keys that old versions of SGLang give away with it."""
+    """What a server says of itself, without the keys that it gives away with it, on its command line too."""
+    if isinstance(value, str):
+        return _SECRET_OPTIONS.sub(r"\1<redacted>", value)
     if isinstance(value, dict):
         return {
             name: "<redacted>" if name in _SECRETS and item is not None else without_secrets(item)
