@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import msgspec
+
     from specrig.analysis.frames import RunData
     from specrig.analysis.regression import Change, Comparison
 
@@ -37,13 +39,12 @@ def run(args: argparse.Namespace) -> int:
     """Compare and print; 1 on a regression or a broken cell."""
     import sys
 
-    import msgspec
-
     from specrig.analysis.frames import read_run
     from specrig.analysis.regression import compare_runs
     from specrig.analysis.summary import engine_of
     from specrig.errors import UsageError
     from specrig.report.shares import share
+    from specrig.runs.lines import encoded
 
     limit = share(args.max_regression, "--max-regression", 0.0, 0.99)
     level = share(args.level, "--level", 0.5, 0.999)
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
             "only_new": found.only_new,
             "problems": notes,
         }
-        sys.stdout.write(msgspec.json.encode(out).decode() + "\n")
+        sys.stdout.write(encoded(out).decode() + "\n")
     else:
         print(_screen(base, new, found, banner, limit, notes))
     return 1 if found.failed else 0

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from specrig.model.record import CellRow, ChunkTrace, Request
+from specrig.runs.lines import encoded
 
 AIPERF_SCHEMA = "1.4"
 _AIPERF_QUANTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
@@ -381,15 +382,15 @@ def render(cells: Sequence[Measured], form: str) -> dict[str, bytes]:
     for cell in cells:
         name, value = file_of(cell, form), FORMATS[form](cell)
         if form == "sglang":
-            out[name] = out.get(name, b"") + msgspec.json.encode(value) + b"\n"
+            out[name] = out.get(name, b"") + encoded(value) + b"\n"
         else:
-            out[name] = msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
+            out[name] = msgspec.json.format(encoded(value), indent=2) + b"\n"
         if form == "aiperf":
-            records = b"".join(msgspec.json.encode(line) + b"\n" for line in aiperf_records(cell))
+            records = b"".join(encoded(line) + b"\n" for line in aiperf_records(cell))
             out[name.replace("profile_export_aiperf.json", "profile_export.jsonl")] = records
         rows.append({key: kept for key, kept in value.items() if not isinstance(kept, list | dict)})
     if form == "vllm":  # the file that `vllm bench sweep plot` collects
-        out["summary.json"] = msgspec.json.format(msgspec.json.encode(rows), indent=2) + b"\n"
+        out["summary.json"] = msgspec.json.format(encoded(rows), indent=2) + b"\n"
     return out
 
 

@@ -24,10 +24,9 @@ def run(args: argparse.Namespace) -> int:
     import sys
     from pathlib import Path
 
-    import msgspec
-
     from specrig.errors import GateError, UsageError
     from specrig.report.export import render
+    from specrig.runs.lines import encoded
 
     folder = Path(args.run)
     measured = _read(folder)
@@ -52,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
             ) from error
         files.append(str(path))
     if args.json:
-        sys.stdout.write(msgspec.json.encode({"files": files, "left_out": reasons}).decode() + "\n")
+        sys.stdout.write(encoded({"files": files, "left_out": reasons}).decode() + "\n")
         return 0
     for reason in reasons:
         print(f"left out: {reason}", file=sys.stderr)

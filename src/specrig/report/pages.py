@@ -47,9 +47,11 @@ def write(summary: dict[str, Any], folder: Path) -> list[Path]:
     """
     import msgspec
 
+    from specrig.runs.lines import encoded
+
     folder.mkdir(parents=True, exist_ok=True)
     data = {
-        "summary.json": msgspec.json.format(msgspec.json.encode(summary), indent=1) + b"\n",
+        "summary.json": msgspec.json.format(encoded(summary), indent=1) + b"\n",
         "summary.md": markdown(summary).encode(),
         "report.html": html(summary).encode(),
     }

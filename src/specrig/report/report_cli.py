@@ -35,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
     from specrig.report.pages import write
     from specrig.report.shares import share
     from specrig.report.terminal import screen
+    from specrig.runs.lines import encoded
 
     level = share(args.level, "--level", 0.5, 0.999)
     margin = None if args.margin is None else share(args.margin, "--margin", 0.0, 1.0)
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
             f"{folder}: the report cannot be written ({error.strerror or error}); name another folder with --out"
         ) from None
     if args.json:
-        sys.stdout.write(msgspec.json.encode(summary).decode() + "\n")
+        sys.stdout.write(encoded(summary).decode() + "\n")
     else:
         print(screen(summary))
         if truth is not None:

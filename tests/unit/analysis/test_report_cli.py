@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+import shutil
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -77,6 +81,15 @@ def test_json_on_stdout_is_the_file(make_run: Any, capsys: Any) -> None:
     folder = make_run()
     assert main(["report", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == summary_of(folder)
+
+
+def test_a_folder_whose_name_is_no_unicode_has_a_report_too(make_run: Any, tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"run-\xff")
+    shutil.copytree(make_run(), folder)
+    command = [sys.executable, "-m", "specrig.cli", "report", os.fsencode(folder), "--json"]
+    done = subprocess.run(command, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert json.loads(done.stdout) == summary_of(folder)
 
 
 def test_one_launch_is_labelled_and_gives_no_verdict(make_run: Any, capsys: Any) -> None:
