@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import msgspec
-
     from specrig.analysis.frames import RunData
     from specrig.analysis.regression import Change, Comparison
 
@@ -38,6 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compare and print; 1 on a regression or a broken cell."""
     import sys
+
+    import msgspec
 
     from specrig.analysis.frames import read_run
     from specrig.analysis.regression import compare_runs
