@@ -354,6 +354,13 @@ def test_budget_of_the_incident(capsys: pytest.CaptureFixture[str], tokenizer_di
             ),
             "--prompt-tokens: saw 5; expected at least one repetition of 7",
         ),
+        (
+            (
+                *("--max-tokens", "1", "--prompt-tokens", "100000000", "--context-length", "9"),
+                *("--claimed-tokens-per-repetition", "7"),
+            ),
+            "--prompt-tokens: saw 100,000,000; expected at most 2,000,000 to count",
+        ),
     ],
 )
 def test_budget_command_refuses(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], expected: str) -> None:

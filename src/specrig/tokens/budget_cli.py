@@ -228,6 +228,7 @@ def _repetitions(args: argparse.Namespace, limits: list[Limits], tokenizer: Toke
     import msgspec
 
     from specrig.errors import UsageError
+    from specrig.model.sweep import MAX_TOKENS
     from specrig.tokens.budget import check_repetition, repetitions
     from specrig.tokens.prompts import PHRASE
 
@@ -238,6 +239,8 @@ def _repetitions(args: argparse.Namespace, limits: list[Limits], tokenizer: Toke
         raise UsageError(
             f"--prompt-tokens: saw {min(args.prompt_tokens)}; expected at least one repetition of {claimed}"
         )
+    if max(args.prompt_tokens) > MAX_TOKENS:
+        raise UsageError(f"--prompt-tokens: saw {max(args.prompt_tokens):,}; expected at most {MAX_TOKENS:,} to count")
     phrase = _text(args.phrase_file) if args.phrase_file else PHRASE
     if not phrase.strip():
         raise UsageError(f"{args.phrase_file}: is blank; expected the phrase")
