@@ -15,7 +15,9 @@ import pytest
 import uvloop
 
 from specrig.errors import UsageError
+from specrig.load import slots
 from specrig.load.api import make_decoder
+from specrig.load.slots import Done, Item, Plan
 from specrig.load.stream import Exchange, StreamClient, Timeouts, clock, uncollected
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter, bytes], Awaitable[None]]
@@ -46,7 +48,7 @@ def drive(handler: Handler, use: Callable[[StreamClient], Awaitable[Any]], **mor
                     head = await reader.readuntil(b"\r\n\r\n")
                     length = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
                     if length:
-                        await reader.readexactly(int(length[0].split(b":")[1]))
+                        head += await reader.readexactly(int(length[0].split(b":")[1]))
                     await handler(reader, writer, head)
             except (asyncio.IncompleteReadError, ConnectionError):
                 pass
@@ -213,6 +215,37 @@ def test_giving_up_closes_the_connection_which_any_server_sees(limits: Timeouts,
 
     assert drive(handler, use).error == error
     assert gone == [b""]
+
+
+@pytest.mark.parametrize("path", ["/abort_request", None])
+def test_a_request_that_is_given_up_is_aborted_by_its_id(path: str | None) -> None:
+    asked: list[bytes] = []
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
+        asked.append(head)
+        if head.startswith(b"POST /generate"):
+            writer.write(HEAD + chunk(event(4)))
+        else:
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+    async def use(client: StreamClient) -> list[Done]:
+        plan = Plan(
+            api="sglang", abort_path=path, timeouts=Timeouts(first_token_s=5, idle_s=0.2, request_s=5), slots=1,
+            due=None, ramp_s=None, tool_s=None,
+        )  # fmt: skip
+        item = Item(index=0, rid="r-7", payload=client.frame("POST", "/generate", b"{}"))
+        numbers, ended = iter([0]), []
+        await slots.drive(
+            plan, [[item]], client, plan.origin(), [0], lambda: next(numbers, None), ended.append, asyncio.Event(),
+            lambda: False,
+        )  # fmt: skip
+        return ended
+
+    (done,) = drive(handler, use)
+    assert done.error == "idle_timeout"
+    aborts = [head for head in asked if not head.startswith(b"POST /generate")]
+    assert len(aborts) == (1 if path else 0)
+    assert all(head.startswith(b"POST /abort_request ") and head.endswith(b'{"rid":"r-7"}') for head in aborts)
 
 
 def test_comments_do_not_hide_a_stalled_stream() -> None:

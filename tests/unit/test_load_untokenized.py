@@ -314,12 +314,14 @@ def test_a_servers_key_is_sent_and_kept_nowhere(
     workers: str, tmp_path: Path, tokenizer_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     key = "sk-a-key-of-a-test"
-    file = sweep(tmp_path / "s.yml", "name: q, prompts: questions, output_tokens: 4, requests: 2", "sglang")
+    file = sweep(
+        tmp_path / "s.yml", "name: q, prompts: questions, output_tokens: 4, requests: 4, concurrency: 2", "sglang"
+    )
     with running_sim(model_path=tokenizer_dir, served_model_name=MODEL, api_key=key, sim_time_scale=0.1) as server:
         assert load(file, server.url, tmp_path / "refused", "--workers", workers) == 2
         assert "answered 401" in capsys.readouterr().err
         load(file, server.url, tmp_path / "run", "--workers", workers, "--api-key", key)
-    assert [record["ok"] for record in rows(tmp_path / "run", "requests")] == [True, True]
+    assert [record["ok"] for record in rows(tmp_path / "run", "requests")] == [True] * 4
     kept = {path.name: path.read_text() for path in (tmp_path / "run").iterdir() if path.is_file()}
     told = json.loads(kept["manifest.json"])["launches"][0]["server_info"]["launch_command"]
     assert " --api-key <redacted> " in told  # the engine tells the line that it was started with

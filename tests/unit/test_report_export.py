@@ -200,7 +200,11 @@ def test_aiperf_config_and_records(run: Path, tmp_path: Path) -> None:
     }.items()
     assert first["metadata"]["request_start_ns"] == 1_796_000_000 * 10**9
     assert second["metadata"]["request_end_ns"] - second["metadata"]["request_start_ns"] == 4 * 10**9
-    assert first["metrics"]["inter_chunk_latency"]["value"] == [1000, 2000]
+    assert {name: block["value"] for name, block in first["metrics"].items()} == {
+        "request_latency": 4000, "time_to_first_token": 1000, "inter_token_latency": 375,
+        "inter_chunk_latency": [1000, 2000], "output_token_throughput_per_user": pytest.approx(8 / 3),
+        "output_sequence_length": 9, "input_sequence_length": 100,
+    }  # fmt: skip
 
 
 def test_vllm_sweep_summary_has_numbers_only(run: Path, tmp_path: Path) -> None:
