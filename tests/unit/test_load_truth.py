@@ -112,13 +112,13 @@ def test_prompts_that_cannot_be_made_fail_their_cell_only(
 ) -> None:
     file = sweep(
         tmp_path / "s.yml",
-        "name: bad, prompts: missing.jsonl, output_tokens: 8, requests: 1",
+        "name: bad, prompts: prose, prompt_tokens: 2, output_tokens: 8, requests: 1",
         "name: good, prompts: questions, prompt_tokens: 64, output_tokens: 8, requests: 1",
     )
     assert load(file, plain, tokenizer_dir, tmp_path / "run") == 1
     cells = {cell["workload"]: cell for cell in rows(tmp_path / "run", "cells")}
     assert cells["bad"]["state"] == "failed"
-    assert "missing.jsonl" in cells["bad"]["reason"]
+    assert "its prompts cannot be made: prompt_tokens: 2 asked for prompts prose" in cells["bad"]["reason"]
     assert cells["good"]["state"] == "done"
 
 
