@@ -30,6 +30,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from load_client import pin
+
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = ROOT / ".cache" / "bench" / "peers"
 FREE_GB = 8
@@ -343,12 +345,6 @@ def install(name: str) -> str | None:
 
 
 # -- running -----------------------------------------------------------------------------------------------------------
-
-
-def pin(core: int) -> list[str]:
-    """How to start a process on one core of its own, where there are two."""
-    cores = sorted(os.sched_getaffinity(0))
-    return ["taskset", "-c", str(cores[core])] if len(cores) > 1 else []
 
 
 @contextlib.contextmanager

@@ -6,13 +6,16 @@ It costs two small requests. The texts are chosen so that tokenizers that are no
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from specrig.engine.errors import EngineError
 from specrig.errors import UsageError
 from specrig.tokens.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from specrig.engine.client import EngineClient
 
 TEXT = (
     "Hello world, it's THE naïve Cafe\u0301 vs. Caf\u00e9; \uff21\uff22\uff23 \ufb01ne \u2460\u00bd \ud55c\uae00 "
@@ -34,21 +37,6 @@ MESSAGES: tuple[dict[str, str], ...] = (
 )
 
 
-class Counts(Protocol):
-    """A server that tokenizes; :class:`specrig.engine.client.EngineClient` does."""
-
-    def tokenize(
-        self,
-        prompt: str | None = None,
-        *,
-        messages: Sequence[Mapping[str, Any]] | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        model: str = "default",
-    ) -> list[int]:
-        """The token ids of a text, or of messages and tools after the chat template."""
-
-
 class TokenizerCheck(msgspec.Struct, frozen=True, kw_only=True):
     """What came of it.
 
@@ -61,7 +49,9 @@ class TokenizerCheck(msgspec.Struct, frozen=True, kw_only=True):
     message: str
 
 
-def compare(server: Counts, tokenizer: Tokenizer, *, model: str = "default", thinking: bool = False) -> TokenizerCheck:
+def compare(
+    server: EngineClient, tokenizer: Tokenizer, *, model: str = "default", thinking: bool = False
+) -> TokenizerCheck:
     """Have the server count a text, and chat messages with this thinking, and compare its ids with the tokenizer's.
 
     Args:

@@ -15,12 +15,11 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
 from specrig.engine.errors import EngineError
-from specrig.engine.tokencheck import Counts
 from specrig.errors import SpecrigError
 from specrig.load import checks as rules
 from specrig.load.api import API_PATHS, Ask, make_decoder, request_body
@@ -38,6 +37,9 @@ from specrig.tokens.plan import claim_problems, shared_tokens, template_tokens
 from specrig.tokens.prompts import AnyPrompt, Prompt, for_cell
 from specrig.tokens.tokenizer import Tokenizer
 from specrig.tokens.trace import Row, rows_of
+
+if TYPE_CHECKING:
+    from specrig.engine.client import EngineClient
 
 T = TypeVar("T")
 
@@ -64,16 +66,6 @@ class Sink(Protocol):
         """Keep one look at the server."""
 
 
-class Control(Counts, Protocol):
-    """The control calls a cell needs; :class:`specrig.engine.client.EngineClient` has them."""
-
-    def server_info(self) -> dict[str, Any]:
-        """The server's own report."""
-
-    def flush_cache(self, timeout_s: float | None = None) -> None:
-        """Empty the prefix cache, or raise EngineError."""
-
-
 @dataclass(kw_only=True)
 class Context:
     """What the cells of one launch share.
@@ -92,7 +84,7 @@ class Context:
     """
 
     client: StreamClient
-    control: Control
+    control: EngineClient
     tokenizer: Tokenizer | None
     sink: Sink
     run: str
@@ -289,7 +281,7 @@ async def _breathe(context: Context) -> None:
         raise EngineError("interrupted")
 
 
-def _with_ids(prompt: AnyPrompt, cell: Cell, control: Control) -> AnyPrompt:
+def _with_ids(prompt: AnyPrompt, cell: Cell, control: EngineClient) -> AnyPrompt:
     """The prompt with the ids that the server's own tokenizer and chat template make of it."""
     assert prompt.messages is not None
     ids = control.tokenize(

@@ -87,7 +87,6 @@ def _load(args: argparse.Namespace, control: EngineClient) -> int:
             f"{control.base_url}: neither /server_info nor /v1/models answers as an engine's, and api is sglang; "
             "expected the address of one, without the path of its API; nothing was measured"
         )
-    base = Path(args.sweep).resolve().parent
     if opened is None:
         _need_files(chosen, base)
     launch, block = _launch(opened, args)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -27,7 +27,7 @@ from specrig.engine import tokencheck
 from specrig.engine.tokencheck import TokenizerCheck
 from specrig.errors import GateError, UsageError
 from specrig.facts import serverinfo
-from specrig.load.cell import Context, Control, connections, run_cell
+from specrig.load.cell import Context, connections, run_cell
 from specrig.load.checks import asked_for, verdict
 from specrig.load.stream import StreamClient, Timeouts, clock
 from specrig.load.workers import Workers, worker_count
@@ -39,6 +39,9 @@ from specrig.runs.lines import encoded
 from specrig.tokens.budget import Limits
 from specrig.tokens.prompts import notes, texts
 from specrig.tokens.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from specrig.engine.client import EngineClient
 
 _OWN_FILES = 64
 """Files of the run, sockets of control calls, libraries: what a load has open beside its streams."""
@@ -67,7 +70,7 @@ class Job:
     block: int
     profile: str | None
     tokenizer: Tokenizer | None
-    control: Control
+    control: EngineClient
     timeouts: Timeouts
     base: Path | None = None
     api_key: str | None = None
